@@ -1,0 +1,55 @@
+"""cupaged: an LLM inference runtime without PyTorch. `from cupaged import LLM, SamplingParams`.
+
+Names are imported when first used, so that `import cupaged` costs next to nothing and creates no device context.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# In a checkout that is not installed, kernels/, model/, cli/ and bench/ lie beside this folder; installed, they lie in it.
+_root = Path(__file__).resolve().parent.parent
+if all((_root / room).is_dir() for room in ("cupaged", "kernels", "model", "cli")):
+    __path__.append(str(_root))
+
+_HOMES = {
+    "LLM": "cupaged.llm",
+    "Engine": "cupaged.engine",
+    "SamplingParams": "cupaged.sampling",
+    "RequestOutput": "cupaged.outputs",
+    "CompletionOutput": "cupaged.outputs",
+    "StreamPiece": "cupaged.outputs",
+    "Usage": "cupaged.outputs",
+    "BlockPool": "cupaged.memory",
+    "BlockTable": "cupaged.memory",
+    "PagedKVCache": "cupaged.cache",
+    "write_kv": "cupaged.attention",
+    "paged_attention": "cupaged.attention",
+    "CupagedError": "cupaged.errors",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+if TYPE_CHECKING:
+    from cupaged.attention import paged_attention, write_kv
+    from cupaged.cache import PagedKVCache
+    from cupaged.engine import Engine
+    from cupaged.errors import CupagedError
+    from cupaged.llm import LLM
+    from cupaged.memory import BlockPool, BlockTable
+    from cupaged.outputs import CompletionOutput, RequestOutput, StreamPiece, Usage
+    from cupaged.sampling import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'cupaged' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,185 @@
+"""What the decoder and the engine ask of a set of kernels, and the plain data they pass.
+
+`Operations` is implemented by `reference` (NumPy, obvious), `cpu` (Numba) and, on a GPU, `cuda` (CUDA C). Arrays live on
+the device of the implementation. Outputs are preallocated by the caller, so that a step can be captured. Row counts may
+be anything, 0 included.
+
+The rule that every implementation keeps: **the arithmetic of a row depends on that row and its position alone**, never
+on how many rows are computed together, how they are split, or where the K/V lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Array = Any  # numpy.ndarray, or cupy.ndarray on a GPU
+
+StorageType = Literal["float32", "float16", "bfloat16"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+STORAGE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# A block reference is a page-table entry in an int32: bit 31 clear (else: no block), bit 30 the format (0 plain,
+# 1 packed), bits 28-29 the pool, bits 0-27 the frame. `cupaged.memory.blockref` has the same numbers in pure Python
+# (memory imports nothing); a test holds the two together.
+FRAME_BITS = 28
+FRAME_MASK = (1 << FRAME_BITS) - 1
+POOL_SHIFT = FRAME_BITS
+POOL_MASK = 3
+FORMAT_SHIFT = 30
+NO_BLOCK = -1
+
+# Attention walks the context in tiles aligned at position 0, and merges parts of so many tokens, also aligned at 0.
+TILE = 64
+PART = 512
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """The K/V arrays of one KV group as kernels see them. Strides are in elements and 64-bit.
+
+    `pools[p]` is the flat array behind pool p of a block reference (0 device, 1 pinned host, ...), None if absent.
+    Element (frame, layer, kv, head) of a pool starts at
+    ``frame*block_stride + layer*layer_stride + kv*kv_stride + head*head_stride``; there follow block_size * head_dim
+    elements: V as [slot][head_dim]; K as [head_dim][slot] if `k_transposed`, else [slot][head_dim].
+    bfloat16 arrays are stored as uint16.
+    """
+
+    pools: tuple[Array | None, ...]
+    dtype: StorageType
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_stride: int
+    layer_stride: int
+    kv_stride: int
+    head_stride: int
+    k_transposed: bool
+
+
+class WeightSource(Protocol):
+    """A weight matrix as stored in a file: rows are outputs. `dtype` is the file's name for it (F32, BF16, Q4_1, ...)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def float32(self, start: int, stop: int) -> Array:
+        """Rows start..stop as a float32 NumPy array [stop-start, ...] (exact widening or the format's dequantisation)."""
+        ...
+
+
+class Matrix(Protocol):
+    """A weight matrix packed for one implementation: `rows` outputs by `cols` inputs."""
+
+    rows: int
+    cols: int
+    dtype: str
+    nbytes: int
+
+
+class AttentionPlan(Protocol):
+    """Host-made work list of one attention call; valid for all layers of a KV group in one step."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Per-row sampling settings as plain sequences, one entry per row of logits.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. The random number of a row is Philox keyed by
+    (seed, sample, position): see `philox.uniform`.
+    """
+
+    temperature: Sequence[float]
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+    min_p: Sequence[float]
+    seed: Sequence[int]
+    sample: Sequence[int]
+    position: Sequence[int]
+
+
+class Operations(Protocol):
+    """The operations of a forward pass. float32 activations; shapes in brackets; T tokens of a step."""
+
+    def matrix(self, source: WeightSource, dtype: StorageType) -> Matrix:
+        """Pack a weight matrix [N, K], stored as `dtype` (rounded to nearest even when narrowing)."""
+        ...
+
+    def vector(self, source: WeightSource) -> Array:
+        """A norm weight or bias as a float32 array on the device."""
+        ...
+
+    def embed(self, ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
+        """out[t] = table[ids[t]] * scale. ids [T] int32, out [T, K] float32."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight by row (Zhang & Sennrich 2019, eq. 4). x, out [T, K].
+
+        With `residual` [T, K]: first residual += x, then out = norm(residual). `out` may be `x`.
+        """
+        ...
+
+    def head_norm(self, x: Array, weight: Array, eps: float) -> None:
+        """rms_norm of each head in place (Qwen3's qk-norm). x [T, heads, D], rows may be strided; weight [D]."""
+        ...
+
+    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
+        """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of additions for any T."""
+        ...
+
+    def rope(self, x: Array, positions: Array, table: Array) -> None:
+        """Rotate in place, half-split pairs (i, i + R/2) (Su et al. 2021, eq. 34; pairing as in Hugging Face).
+
+        x [T, heads, D], rows may be strided; positions [T] int32; table [P, R] float32 holds cos in columns 0..R/2-1
+        and sin in R/2..R-1 for each position. R <= D; the rest of a head is left alone.
+        """
+        ...
+
+    def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
+        """out = act(gate) * up. gate_up [T, 2I]: gate in the first I columns. out [T, I]."""
+        ...
+
+    def add(self, x: Array, y: Array) -> None:
+        """x += y. Both [T, K]."""
+        ...
+
+    def write_kv(self, key: Array, value: Array, cache: KVView, layer: int, slots: Array) -> None:
+        """Store K/V of T tokens. key, value [T, KVH, D] float32, rows may be strided; slots [T] int64.
+
+        A slot is frame * block_size + offset in pool 0; negative: skipped (padding). Narrowing rounds to nearest even.
+        """
+        ...
+
+    def plan_attention(
+        self, cache: KVView, tables: Array, query_starts: Sequence[int], context_lens: Sequence[int], num_heads: int,
+        window: int | None = None,
+    ) -> AttentionPlan:
+        """Work list for S sequences: sequence s has queries query_starts[s]..query_starts[s+1] and context_lens[s] keys,
+        its queries being the last of them. tables [S, W] int32 block references. `window` W: W keys, own one included."""
+        ...
+
+    def paged_attention(
+        self, query: Array, cache: KVView, layer: int, plan: AttentionPlan, out: Array, scale: float,
+        soft_cap: float | None = None, sinks: Array | None = None,
+    ) -> None:
+        """Causal attention over paged K/V (Kwon et al. 2023). query, out [T, H, D] float32, rows may be strided.
+
+        s = scale * q.k; then cap * tanh(s / cap) if soft_cap; then the mask; softmax, a sink logit per head [H] counted
+        once. A row without a visible key gives zeros. Unused slots may hold NaN.
+        """
+        ...
+
+    def copy_blocks(self, cache: KVView, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole blocks, all layers, frame to frame in pool 0. Destinations are distinct and no source is one."""
+        ...
+
+    def sample(self, logits: Array, rows: SampleRows) -> Sequence[int]:
+        """A token id per row of logits [R, V] float32. top-k, renormalise, top-p, then min-p; ties go to the lower id."""
+        ...
