@@ -1,0 +1,24 @@
+"""`ReferenceOperations`: the functions of this package under the names of `interface.Operations`."""
+
+from __future__ import annotations
+
+from cupaged.kernels.reference import attention, blocks, dense, sampling
+
+
+class ReferenceOperations:
+    """`interface.Operations` on NumPy arrays. Without state; each method is documented where it is written."""
+
+    matrix = staticmethod(dense.matrix)
+    vector = staticmethod(dense.vector)
+    embed = staticmethod(dense.embed)
+    rms_norm = staticmethod(dense.rms_norm)
+    head_norm = staticmethod(dense.head_norm)
+    matmul = staticmethod(dense.matmul)
+    rope = staticmethod(dense.rope)
+    gated_activation = staticmethod(dense.gated_activation)
+    add = staticmethod(dense.add)
+    write_kv = staticmethod(blocks.write_kv)
+    copy_blocks = staticmethod(blocks.copy_blocks)
+    plan_attention = staticmethod(attention.plan_attention)
+    paged_attention = staticmethod(attention.paged_attention)
+    sample = staticmethod(sampling.sample)
