@@ -1,0 +1,38 @@
+"""Paged memory as pure bookkeeping: block references, pools, tables, plans, and the manager of all sequences' blocks.
+
+Standard library alone: nothing here touches an array or a device. `BlockPool` and `BlockTable` serve alone too.
+"""
+
+from cupaged.memory.blockref import MAX_FRAMES, NO_BLOCK, Format, Pool, format_of, frame_of, make_ref, pool_of
+from cupaged.memory.manager import BlockManager, GroupSpec, GroupStats, MemoryStats, SequenceTables
+from cupaged.memory.plans import CopyBlock, PackBlock, PlanItem, SwapIn, SwapOut
+from cupaged.memory.pool import BlockPool, FrameState, PoolStats
+from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks, last_block_fill
+
+__all__ = [
+    "MAX_FRAMES",
+    "NO_BLOCK",
+    "BlockManager",
+    "BlockPool",
+    "BlockTable",
+    "CopyBlock",
+    "Format",
+    "FrameState",
+    "GroupSpec",
+    "GroupStats",
+    "MemoryStats",
+    "PackBlock",
+    "PlanItem",
+    "Pool",
+    "PoolStats",
+    "SequenceTables",
+    "SwapIn",
+    "SwapOut",
+    "blocks_for",
+    "distinct_blocks",
+    "format_of",
+    "frame_of",
+    "last_block_fill",
+    "make_ref",
+    "pool_of",
+]
