@@ -14,11 +14,12 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    scaling: Literal["default", "linear", "llama3"] = "default"
+    scaling: Literal["default", "linear", "llama3", "divisors"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    divisors: tuple[float, ...] = ()  # for "divisors": one per pair, as GGUF's rope_freqs.weight holds them
 
 
 @dataclass(frozen=True, slots=True)

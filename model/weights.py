@@ -1,0 +1,111 @@
+"""Weights as they lie in a file, read row by row: the implementations of `kernels.interface.WeightSource`.
+
+Nothing is read before `float32` is called, and then only the pages of the rows asked for: the files are memory-mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupaged.kernels.interface import WeightSource
+from cupaged.model.quants import Float32, dequantise
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A tensor of a file. shape: (rows, columns), or (elements,) for a vector; `raw`: read-only view of its stored
+    bytes, uint8 [rows, row bytes] (a vector is one row); `name` is the file's own."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    raw: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.raw.nbytes)
+
+    def float32(self, start: int, stop: int) -> Float32:
+        """Rows (of a vector: elements) start..stop as a new float32 array [stop - start, ...]."""
+        _check_range(self, start, stop)
+        if len(self.shape) == 1:
+            return dequantise(self.dtype, self.raw)[0, start:stop].copy()
+        return dequantise(self.dtype, self.raw[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class UnpermutedHeads:
+    """The rows of `source` in Hugging Face's order, where the file has them in the order of GGUF's architecture llama.
+
+    llama.cpp rotates pairs (2i, 2i+1) of a head, Hugging Face pairs (i, i + d/2). Its converter therefore stores
+    row i + c*d/2 (c = 0, 1) of each head of d rows at place 2i + c; here the rows are put back. Serves Q with the query
+    heads, K with the KV heads, and their biases.
+    """
+
+    source: WeightSource
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def float32(self, start: int, stop: int) -> Float32:
+        _check_range(self, start, stop)
+        head_dim = self.shape[0] // self.heads
+        half = head_dim // 2
+        rows = np.arange(start, stop)
+        within = rows % head_dim
+        stored = rows - within + 2 * (within % half) + within // half
+        first = start // head_dim * head_dim
+        last = -(-stop // head_dim) * head_dim
+        whole: Float32 = self.source.float32(first, last)
+        return whole[stored - first]
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedRows:
+    """Several sources with equal columns as one, rows in order. `dtype` joins the distinct names with '+'."""
+
+    sources: tuple[WeightSource, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        return "+".join(dict.fromkeys(source.dtype for source in self.sources))
+
+    def float32(self, start: int, stop: int) -> Float32:
+        _check_range(self, start, stop)
+        parts: list[Float32] = []
+        first = 0
+        for source in self.sources:
+            count = source.shape[0]
+            low, high = max(start - first, 0), min(stop - first, count)
+            if low < high:
+                parts.append(source.float32(low, high))
+            first += count
+        if not parts:
+            return np.empty((0, *self.shape[1:]), dtype=np.float32)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def concat_rows(sources: Sequence[WeightSource]) -> WeightSource:
+    """One source of the rows of `sources`, in order; their shapes must agree but for the rows (ValueError)."""
+    if not sources or any(source.shape[1:] != sources[0].shape[1:] for source in sources):
+        raise ValueError(f"concat_rows: shapes {[source.shape for source in sources]} do not share their columns")
+    return ConcatenatedRows(tuple(sources))
+
+
+def _check_range(source: WeightSource, start: int, stop: int) -> None:
+    if not 0 <= start <= stop <= source.shape[0]:
+        raise IndexError(f"rows {start}..{stop} of a weight with {source.shape[0]} rows")
