@@ -45,7 +45,7 @@ def block_views(cache: KVView, layer: int, pool: int = 0) -> tuple[Array, Array]
 
 
 def resolve(cache: KVView, reference: int, where: str) -> tuple[int, int]:
-    """(pool, frame) of a block reference. KernelError, beginning with `where`, if it is no plain block of this cache."""
+    """(pool, frame) of a reference. KernelError, beginning with `where`, if it is no plain block of this cache."""
     if reference < 0:
         raise KernelError(f"{where}: {reference} is no block")
     if reference >> FORMAT_SHIFT:

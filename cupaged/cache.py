@@ -1,0 +1,195 @@
+"""PagedKVCache: the arrays behind the blocks, on a device.
+
+One flat array holds K and V of all layers of a KV group; kernels find a block in it by the strides of `view`. Two
+layouts, both with K beside V so that a block of a layer is contiguous:
+
+    block_major  [block, layer, k|v, kv_head, ...]   a block is one contiguous unit: to swap or copy it is one copy
+    layer_major  [layer, block, k|v, kv_head, ...]   a layer's blocks lie together: fewer pages touched per layer
+
+The cache owns bytes only. Which block belongs to whom is the block pool's business.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+
+from cupaged.errors import KernelError, OptionError
+from cupaged.kernels.interface import FRAME_BITS, STORAGE_BYTES, Array, KVView, Operations, StorageType
+
+Layout = Literal["block_major", "layer_major"]
+
+MAX_BLOCKS = 1 << FRAME_BITS
+MAX_BLOCK_SIZE = 256
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+
+_NUMPY_TYPES: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+class CacheDevice(Protocol):
+    """What a cache asks of a device: its kernels, and memory. `k_transposed`, if there, is its choice for K's order."""
+
+    @property
+    def ops(self) -> Operations: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
+
+
+class PagedKVCache:
+    """K and V of `num_blocks` blocks of `block_size` tokens in `num_layers` layers.
+
+    dtype: "float32", "float16" or "bfloat16" (kept as uint16). device: None is the CPU. layout: see the module.
+    k_transposed: K of a block as [head_dim][slot] instead of [slot][head_dim]; None leaves it to the device.
+    block_size 1..256, num_blocks up to 2^28 (the frame bits of a reference). The array is allocated, aligned to 64
+    bytes, but neither cleared nor touched: unused slots hold anything, NaN included.
+
+    OptionError names an argument outside its range, or the bytes that could not be had.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        num_kv_heads: int = 1,
+        head_dim: int = 64,
+        num_layers: int = 1,
+        dtype: StorageType = "float32",
+        device: CacheDevice | None = None,
+        layout: Layout = "block_major",
+        k_transposed: bool | None = None,
+    ) -> None:
+        self.num_blocks = _whole("num_blocks", num_blocks, MAX_BLOCKS)
+        self.block_size = _whole("block_size", block_size, MAX_BLOCK_SIZE)
+        self.num_kv_heads = _whole("num_kv_heads", num_kv_heads, 1 << 16)
+        self.head_dim = _whole("head_dim", head_dim, 1 << 16)
+        self.num_layers = _whole("num_layers", num_layers, 1 << 16)
+        self.dtype: StorageType = _choice("dtype", dtype, tuple(STORAGE_BYTES))
+        self.layout: Layout = _choice("layout", layout, get_args(Layout))
+        self.device: CacheDevice = _cpu_device() if device is None else device
+        if k_transposed is None:
+            k_transposed = bool(getattr(self.device, "k_transposed", False))
+
+        head_stride = self.block_size * self.head_dim
+        kv_stride = self.num_kv_heads * head_stride
+        if self.layout == "block_major":
+            layer_stride = 2 * kv_stride
+            block_stride = self.num_layers * layer_stride
+        else:
+            block_stride = 2 * kv_stride
+            layer_stride = self.num_blocks * block_stride
+        self.view = KVView(
+            pools=(_aligned_empty(self.device, self.nbytes, np.dtype(_NUMPY_TYPES[self.dtype])),),
+            dtype=self.dtype,
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_stride=block_stride,
+            layer_stride=layer_stride,
+            kv_stride=kv_stride,
+            head_stride=head_stride,
+            k_transposed=k_transposed,
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: K and V of block_size tokens in all layers."""
+        elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * STORAGE_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.bytes_per_block
+
+    def write(self, layer: int, slots: Array, key: Array, value: Array) -> None:
+        """Store K and V of T tokens of a layer: `cupaged.write_kv` with the cache first."""
+        from cupaged.attention import write_kv
+
+        write_kv(key, value, self, layer, slots)
+
+    def gather(self, layer: int, refs: Sequence[int], num_tokens: int) -> tuple[Array, Array]:
+        """K and V of the first num_tokens positions of a block table, both float32 [num_tokens, KVH, D].
+
+        For tests and debugging: NumPy, token order whatever the layout, exact (widening loses nothing). KernelError for
+        a layer or a block that this cache does not have, or more tokens than the blocks hold.
+        """
+        from cupaged.kernels.reference.blocks import gather
+
+        if not 0 <= num_tokens <= len(refs) * self.block_size:
+            raise KernelError(f"num_tokens: {num_tokens} is not in 0..{len(refs) * self.block_size}, the slots of refs")
+        self.check_layer(layer)
+        keys, values = gather(self.view, layer, refs, 0, num_tokens)
+        return keys.astype(np.float32), values.astype(np.float32)
+
+    def block_bytes(self, frame: int) -> Array:
+        """The bytes of a block as uint8 [bytes_per_block], a copy: layer by layer, K then V, as stored."""
+        if not 0 <= frame < self.num_blocks:
+            raise KernelError(f"frame: {frame} is not in 0..{self.num_blocks - 1}")
+        array = self.view.pools[0]
+        starts = [frame * self.view.block_stride + layer * self.view.layer_stride for layer in range(self.num_layers)]
+        return np.concatenate([array[start : start + 2 * self.view.kv_stride] for start in starts]).view(np.uint8)
+
+    def copy_blocks(self, copies: Iterable[Any]) -> None:
+        """Copy whole blocks inside pool 0, all layers, bit for bit.
+
+        copies: (source, destination) pairs, or plan items with attributes of those names. They have no order among
+        themselves: destinations are distinct and none is a source. KernelError otherwise, or for a frame that this
+        cache does not have.
+        """
+        pairs = [copy if isinstance(copy, tuple) else (copy.source, copy.destination) for copy in copies]
+        sources = [int(source) for source, _ in pairs]
+        destinations = [int(destination) for _, destination in pairs]
+        for name, frames in (("source", sources), ("destination", destinations)):
+            for frame in frames:
+                if not 0 <= frame < self.num_blocks:
+                    raise KernelError(f"copies: {name} {frame} is not in 0..{self.num_blocks - 1}")
+        if len(set(destinations)) != len(destinations) or set(sources) & set(destinations):
+            raise KernelError("copies: a destination appears twice or is also a source")
+        self.device.ops.copy_blocks(self.view, sources, destinations)
+
+    def check_layer(self, layer: int) -> None:
+        """KernelError if this cache has no such layer."""
+        if not 0 <= layer < self.num_layers:
+            raise KernelError(f"layer: {layer} is not in 0..{self.num_layers - 1}")
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_blocks} blocks of {self.block_size}, {self.num_layers} layers"
+        return f"PagedKVCache({shape}, {self.num_kv_heads} KV heads of {self.head_dim}, {self.dtype}, {self.layout})"
+
+
+def _whole(name: str, value: Any, high: int) -> int:
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        raise OptionError(f"{name}: {value!r} is not a whole number") from None
+    if isinstance(value, bool) or not 1 <= whole <= high:
+        raise OptionError(f"{name}: {value!r} is not in 1..{high}")
+    return whole
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise OptionError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _aligned_empty(device: CacheDevice, nbytes: int, dtype: np.dtype[Any]) -> Array:
+    """A flat array on the device whose first element is aligned to ALIGNMENT bytes, cut from one slightly larger."""
+    count, spare = nbytes // dtype.itemsize, ALIGNMENT // dtype.itemsize
+    try:
+        raw = device.empty((count + spare,), dtype)
+    except (MemoryError, ValueError) as error:
+        raise OptionError(f"num_blocks: {nbytes:,} bytes of KV cache cannot be allocated ({error})") from error
+    interface = getattr(raw, "__array_interface__", None) or raw.__cuda_array_interface__
+    skip = (-interface["data"][0] % ALIGNMENT) // dtype.itemsize
+    return raw[skip : skip + count]
+
+
+def _cpu_device() -> CacheDevice:
+    from cupaged.device import get_device
+
+    device: CacheDevice = get_device("cpu")
+    return device

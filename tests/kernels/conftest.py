@@ -1,0 +1,28 @@
+"""The implementations that the conformance suite is run on."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+IMPLEMENTATIONS = ["reference"]
+if find_spec("cupaged.kernels.cpu.operations") is not None:
+    IMPLEMENTATIONS.append("cpu")
+
+
+def make_operations(name: str) -> Any:
+    if name == "reference":
+        from cupaged.kernels.reference import ReferenceOperations
+
+        return ReferenceOperations()
+    from cupaged.device import get_device
+
+    return get_device("cpu").ops
+
+
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def ops(request: pytest.FixtureRequest) -> Any:
+    """A set of kernels; each test that asks for it holds for all of them."""
+    return make_operations(request.param)
