@@ -1,0 +1,171 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, cast
+
+from cupaged.errors import OptionError
+
+# At 1e-5 a token whose logit is 0.001 below the best has a probability of e**-100: greedy in all but name. Below that,
+# dividing logits by the temperature only loses precision. (vLLM draws the line at the same place.)
+GREEDY_TEMPERATURE = 1e-5
+MAX_TEMPERATURE = 100.0  # at 100 any real model's distribution is already flat; larger values are slips of the keyboard
+MAX_LOGPROBS = 20  # memory and output per token stay O(k), not O(vocabulary)
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 256  # characters
+MAX_INT32 = 2**31 - 1  # counts and token ids are int32 in kernels
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Options of one request, validated when made; a bad or unknown one raises OptionError.
+
+    Order of the sampling steps: temperature, top-k, renormalise, top-p, min-p; at least one token always remains.
+    NumPy integers and floats are taken like Python's; bool is not a number here, and 16.0 is not an integer.
+
+    max_tokens: tokens to generate at most, 0 .. 2**31-1; None: up to the model's context length. 0 gives an empty text
+        that ends with "length".
+    temperature: 0 .. 100; below 1e-5 it is greedy.
+    top_k: keep the k most likely tokens, 1 .. 2**31-1; 0 or -1 is off (-1 is stored as 0).
+    top_p: keep the shortest prefix, most likely first, whose mass reaches p, 0 .. 1; 1 is off, 0 keeps the best token.
+    min_p: keep tokens at least this fraction as likely as the best, 0 .. 1; 0 is off.
+    seed: 0 .. 2**63-1, makes the request repeatable; None: a fresh one.
+    stop: one string or several (at most 64, of 1 to 256 characters) that end the text; stored as a tuple.
+    stop_token_ids: token ids, 0 .. 2**31-1, that end the text; stored as a tuple. The engine checks them against the
+        vocabulary.
+    logprobs: return log-probabilities of the chosen and the k most likely tokens, 0 .. 20; None: none.
+    ignore_eos: go on after the model's own end-of-sequence tokens. stop and stop_token_ids still end the text.
+    skip_special_tokens: leave special tokens out of the text.
+    include_stop_str_in_output: leave the stop string in the text.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
+        # The generated __init__ answers an unknown keyword with a bare TypeError; here it gets our error and a hint.
+        fields = cls.__dataclass_fields__
+        for name in options:
+            if name not in fields:
+                raise OptionError(_unknown(name, list(fields)))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("max_tokens", _optional_int("max_tokens", self.max_tokens, 0, MAX_INT32))
+        put("temperature", _float("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
+        put("top_k", max(0, _int("top_k", self.top_k, -1, MAX_INT32, "0 or -1 for off")))
+        put("top_p", _float("top_p", self.top_p, 0.0, 1.0))
+        put("min_p", _float("min_p", self.min_p, 0.0, 1.0))
+        put("seed", _optional_int("seed", self.seed, 0, 2**63 - 1))
+        put("stop", _stop_strings(self.stop))
+        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        put("logprobs", _optional_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(f"{name}={_show(value)}: True or False is needed")
+
+    @property
+    def greedy(self) -> bool:
+        """The most likely token is taken each time; the other sampling options then change nothing."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it is stored: a tuple, empty for None."""
+        return cast("tuple[str, ...]", self.stop)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return f"unknown sampling option {name!r}; {hint}"
+
+
+def _show(value: object) -> str:
+    """repr on one line, short enough for a message."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an int of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _int(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    limits = f"{low} .. {high}" + (f" ({note})" if note else "")
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(cast(Any, value))
+    except TypeError:
+        raise OptionError(f"{name}={_show(value)}: an integer in {limits} is needed") from None
+    if not low <= number <= high:
+        raise OptionError(f"{name}={_show(number)} is out of range: {limits} is allowed")
+    return number
+
+
+def _optional_int(name: str, value: object, low: int, high: int) -> int | None:
+    return None if value is None else _int(name, value, low, high, "or None")
+
+
+def _float(name: str, value: object, low: float, high: float) -> float:
+    limits = f"{low:g} .. {high:g}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise OptionError(f"{name}={_show(value)}: a number in {limits} is needed")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high:  # NaN compares false, so it ends here too
+        raise OptionError(f"{name}={_show(value)} is out of range: {limits} is allowed")
+    return number
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
+        raise OptionError(f"stop={_show(value)}: a string or a list of strings is needed")
+    if len(value) > MAX_STOP_STRINGS:
+        raise OptionError(f"stop: {len(value)} strings, at most {MAX_STOP_STRINGS} are allowed")
+    for index, string in enumerate(value):
+        if not isinstance(string, str):
+            raise OptionError(f"stop[{index}]={_show(string)}: a string is needed")
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise OptionError(
+                f"stop[{index}] has {len(string)} characters: 1 .. {MAX_STOP_LENGTH} is allowed (no stop string: None)"
+            )
+    return tuple(value)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    # NumPy arrays are no Sequence; anything that can be listed, but text and bytes, may hold ids.
+    if isinstance(value, (str, bytes, bytearray)):
+        raise OptionError(f"stop_token_ids={_show(value)}: a list of token ids is needed")
+    try:
+        ids = list(cast(Any, value))
+    except TypeError:
+        raise OptionError(f"stop_token_ids={_show(value)}: a list of token ids is needed") from None
+    return tuple(_int(f"stop_token_ids[{index}]", token, 0, MAX_INT32) for index, token in enumerate(ids))
