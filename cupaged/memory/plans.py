@@ -6,6 +6,8 @@ ticket to `BlockManager.complete`. Rules for whoever executes them:
 * Items take effect in ticket order, each before the first write or read of its destination by a step.
 * Until an item's ticket is completed, the manager hands out neither of its ends anew, whoever frees them. So among
   unfinished items destinations are distinct, and a source may be read late.
+* Where a step prepares all its sequences before it commits any, no source in its plan is a destination in it: the plan
+  is one call of `copy_blocks` per KV group.
 * While a copy of a block is unfinished, the block's last user may write into it behind the tokens that it held when the
   item was made; those slots mean nothing in the copy.
 """

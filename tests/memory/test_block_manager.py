@@ -399,7 +399,7 @@ def test_sequences_of_another_manager_are_refused() -> None:
     "groups", [[], [GroupSpec(0, 4)], [GroupSpec(4, 0)], [GroupSpec(4, 4), GroupSpec(4, 4, max_blocks=0)]]
 )
 def test_bad_groups(groups: list[GroupSpec]) -> None:
-    with pytest.raises(OptionError, match="at least|are allowed"):
+    with pytest.raises(OptionError, match=r"at least|are allowed"):
         BlockManager(groups)
 
 
