@@ -1,0 +1,149 @@
+"""The CPU as a device: NumPy memory, Numba kernels, a team of threads. Work is done when a call returns."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupaged.device.base import Device, Event, MemoryInfo, ProgressCallback, StreamName
+from cupaged.errors import OptionError
+from cupaged.kernels.cpu.executor import Records, Team
+from cupaged.kernels.cpu.library import load_library
+from cupaged.kernels.cpu.operations import CpuOperations, aligned
+from cupaged.kernels.interface import Array, Operations
+
+MAX_THREADS = 256
+_SLICE = 24  # records a native call: a signal (Ctrl-C) is seen between calls
+
+
+class _Done:
+    """The event of a device that never lags behind."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class CpuCapture:
+    """A recorded operation list; `replay` runs it in a few native calls, with nothing of Python in between."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self.records = Records()
+
+    def replay(self) -> None:
+        self._team.run_records(self.records, _SLICE)
+
+
+class CpuDevice(Device):
+    """`threads`: None for the processors this process may use. `progress(done, total)` while kernels are compiled."""
+
+    kind = "cpu"
+    k_transposed = True  # one dim of 16 tokens is a vector: scores need no sums across lanes
+
+    def __init__(self, threads: int | None = None, progress: ProgressCallback | None = None) -> None:
+        allowed = usable_processors()
+        self.threads = allowed if threads is None else threads
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 1 <= self.threads <= MAX_THREADS:
+            raise OptionError(f"threads: {threads!r} is not a whole number in 1..{MAX_THREADS}")
+        self.name = processor_name()
+        self._team = Team(load_library(progress), self.threads)
+        self._ops = CpuOperations(self._team)
+
+    @property
+    def ops(self) -> Operations:
+        return self._ops
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return aligned(int(np.prod(shape, dtype=np.int64)), dtype).reshape(shape)
+
+    def upload(self, host: Array, out: Array | None = None) -> Array:
+        if out is None:
+            out = self.empty(host.shape, host.dtype)
+        out[...] = host
+        return out
+
+    def download(self, array: Array) -> Array:
+        return array
+
+    def record(self, stream: StreamName = "compute") -> Event:
+        return _Done()
+
+    def wait(self, stream: StreamName, event: Event) -> None:
+        event.wait()
+
+    def synchronize(self) -> None:
+        return None
+
+    @contextmanager
+    def capture(self) -> Iterator[CpuCapture]:
+        captured = CpuCapture(self._team)
+        self._team.begin_capture()
+        try:
+            yield captured
+        finally:
+            captured.records = self._team.end_capture()
+            self._ops.keep_alive(captured.records)
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(*host_memory())
+
+    def close(self) -> None:
+        self._team.close()
+
+
+def usable_processors() -> int:
+    """Processors this process may run on, a container's CPU quota counted."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:
+        count = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return min(count, MAX_THREADS)
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of memory, a container's limit counted."""
+    total = available = 0
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key == "MemTotal":
+                total = int(rest.split()[0]) * 1024
+            elif key == "MemAvailable":
+                available = int(rest.split()[0]) * 1024
+    except (OSError, ValueError):
+        total = available = 8 << 30  # not Linux: a guess that lets a small model run
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            total = min(total, int(limit))
+            available = min(available, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return total, available
+
+
+def processor_name() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

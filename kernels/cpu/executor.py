@@ -1,0 +1,136 @@
+"""Host side of the thread team: builds operation records and runs them.
+
+`launch` runs one operation at once (eager). Between `begin_capture` and `end_capture` it only records, and
+`run_records` later runs the whole list in one native call, the arguments (addresses of preallocated buffers, sizes)
+unchanged: the CPU's form of a captured graph.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+
+from cupaged.errors import DeviceError
+from cupaged.kernels.cpu.library import KernelLibrary
+
+RECORD_WORDS = 32
+_LINE_WORDS = 8
+_SPINS = 2000  # pauses before a waiting thread sleeps: about 50-100 microseconds
+
+_packers = {n: struct.Struct(f"<{n + 2}q") for n in range(RECORD_WORDS - 1)}
+
+
+class Records:
+    """Operation records in a growing int64 array."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self.array = np.zeros((capacity, RECORD_WORDS), np.int64)
+        self.count = 0
+        self.keep: list[Any] = []  # what the addresses in the records point into
+
+    @property
+    def address(self) -> int:
+        return int(self.array.__array_interface__["data"][0])
+
+    def append(self, kernel: int, chunks: int, arguments: tuple[int, ...]) -> None:
+        if self.count == len(self.array):
+            self.array = np.concatenate([self.array, np.zeros_like(self.array)])
+        _packers[len(arguments)].pack_into(self.array[self.count], 0, kernel, chunks, *arguments)
+        self.count += 1
+
+
+class Team:
+    """`threads` threads, the caller's among them, that run operation records. One submission at a time.
+
+    After `os.fork()` the child has no helper threads: it starts its own at its first launch.
+    """
+
+    def __init__(self, library: KernelLibrary, threads: int) -> None:
+        self.library = library
+        self.threads = threads
+        self._lock = threading.Lock()
+        self._pid = -1
+        self._closed = False
+        self._one = Records(1)
+        self._capture: Records | None = None
+
+    def _start(self) -> None:
+        memory = np.zeros((10 + 1) * _LINE_WORDS, np.int64)
+        offset = (-memory.ctypes.data % 64) // 8
+        self._control = memory[offset : offset + 10 * _LINE_WORDS]
+        self._memory = memory
+        self._control[6 * _LINE_WORDS] = _SPINS
+        self._control[7 * _LINE_WORDS] = self.threads
+        self._address = self._control.ctypes.data
+        self._workers = [
+            threading.Thread(
+                target=self.library.call, args=("team_worker", self._address, i), daemon=True, name=f"cupaged-{i}"
+            )
+            for i in range(1, self.threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._pid = os.getpid()
+
+    def _submit(self, records: Records, start: int, stop: int) -> None:
+        if self._closed:
+            raise DeviceError("the CPU device was closed")
+        if self._pid != os.getpid():
+            self._start()
+        self._control[3 * _LINE_WORDS] = records.address + start * RECORD_WORDS * 8
+        self._control[4 * _LINE_WORDS] = stop - start
+        self.library.call("team_submit", self._address)
+
+    def launch(self, kernel: str, chunks: int, *arguments: int, keep: Any = None) -> None:
+        """Run `chunks` chunks of a kernel, or record the operation while capturing. No chunks: nothing to do.
+
+        `keep`: an object whose memory the operation reads and that nobody else holds on to; a capture keeps it alive.
+        """
+        if chunks <= 0:
+            return
+        address = self.library.addresses[kernel]
+        with self._lock:
+            if self._capture is not None:
+                self._capture.append(address, chunks, arguments)
+                if keep is not None:
+                    self._capture.keep.append(keep)
+                return
+            self._one.count = 0
+            self._one.append(address, chunks, arguments)
+            self._submit(self._one, 0, 1)
+
+    def begin_capture(self) -> None:
+        with self._lock:
+            if self._capture is not None:
+                raise DeviceError("a capture is already running on this device")
+            self._capture = Records()
+
+    def end_capture(self) -> Records:
+        with self._lock:
+            records, self._capture = self._capture, None
+        if records is None:
+            raise DeviceError("no capture is running on this device")
+        return records
+
+    def run_records(self, records: Records, slice_length: int) -> None:
+        """Run a captured list in native calls of `slice_length` operations: Python sees signals in between."""
+        with self._lock:
+            for start in range(0, records.count, slice_length):
+                self._submit(records, start, min(start + slice_length, records.count))
+
+    def close(self) -> None:
+        """Stop the helper threads. Launches afterwards raise DeviceError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._pid == os.getpid():
+                self._control[5 * _LINE_WORDS] = 1
+                self._control[4 * _LINE_WORDS] = 0
+                self.library.call("team_submit", self._address)
+                for worker in self._workers:
+                    worker.join()

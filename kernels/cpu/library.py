@@ -1,0 +1,158 @@
+"""The compiled kernels of this processor: from the cache without importing Numba, else compiled and kept.
+
+The cache file holds object code and is keyed by the sources of the kernels, the versions of Numba and LLVM, and the
+processor with its features, so it can never be stale. It lies in the user's cache folder (`cache_folders`); a folder
+that is missing, read-only or not ours only means that the next start compiles again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_FORMAT = 1
+_lock = threading.Lock()
+_loaded: KernelLibrary | None = None
+
+Progress = Callable[[int, int], None]
+
+
+class KernelLibrary:
+    """Addresses of the native kernels. `addresses[name]`; `call` runs a three-argument kernel, without the GIL."""
+
+    def __init__(self, objects: list[tuple[str, str, bytes]]) -> None:
+        import llvmlite.binding as llvm
+
+        from cupaged.kernels.cpu.compile import target_machine
+
+        # MCJIT links object files in memory: no linker and no shared object on disk is needed.
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+        for _, _, code in objects:
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.addresses = {name: self._engine.get_function_address(symbol) for name, symbol, _ in objects}
+        missing = [name for name, address in self.addresses.items() if not address]
+        if missing:
+            raise RuntimeError(f"kernels without an address: {', '.join(missing)}")
+        i64 = ctypes.c_int64
+        # Numba's native form: int32 f(void *result, void **error, arguments); both pointers stay untouched here.
+        self._type = ctypes.CFUNCTYPE(ctypes.c_int32, i64, i64, i64, i64, i64)
+        self._scratch = ctypes.create_string_buffer(16)
+        self._result = ctypes.addressof(self._scratch)
+        self._functions: dict[str, Any] = {}
+
+    def call(self, name: str, a: int, b: int = 0, c: int = 0) -> None:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._type(self.addresses[name])
+        function(self._result, self._result + 8, a, b, c)
+
+
+def cache_folders() -> list[Path]:
+    """Folders to keep compiled kernels in, best first: $CUPAGED_CACHE_DIR, the user's cache, a private temporary one."""
+    folders = []
+    chosen = os.environ.get("CUPAGED_CACHE_DIR")
+    if chosen:
+        return [Path(chosen) / "kernels"]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if os.path.isabs(base):
+        folders.append(Path(base) / "cupaged" / "kernels")
+    if hasattr(os, "getuid"):
+        folders.append(Path(tempfile.gettempdir()) / f"cupaged-{os.getuid()}" / "kernels")
+    return folders
+
+
+def _key() -> str:
+    """Hash of all that the object code depends on."""
+    import llvmlite.binding as llvm
+
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for source in sorted(here.glob("*.py")) + [here.parent / "interface.py"]:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    facts = (_FORMAT, version("numba"), version("llvmlite"), llvm.get_host_cpu_name())
+    digest.update(repr((facts, sorted(llvm.get_host_cpu_features().items()))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _trusted(path: Path) -> bool:
+    """Whether only we could have written the file: it holds code that will run."""
+    try:
+        status = path.stat()
+        folder = path.parent.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):
+        return True
+    owners = (os.getuid(), 0)
+    return all(s.st_uid in owners and not s.st_mode & 0o022 for s in (status, folder))
+
+
+def _read(path: Path) -> list[tuple[str, str, bytes]] | None:
+    """The objects of a cache file, or None if it is missing, damaged or writable by others."""
+    if not _trusted(path):
+        return None
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < 64 or hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    objects: list[tuple[str, str, bytes]] = []
+    at = 32
+    while at < len(data):
+        sizes = [int.from_bytes(data[at + 4 * i : at + 4 * i + 4], "little") for i in range(3)]
+        at += 12
+        parts = []
+        for size in sizes:
+            parts.append(data[at : at + size])
+            at += size
+        objects.append((parts[0].decode(), parts[1].decode(), parts[2]))
+    return objects
+
+
+def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
+    """Keep the objects: a temporary file, then a rename, so that a reader sees all or nothing. False if not possible."""
+    body = b"".join(
+        b"".join(len(part).to_bytes(4, "little") for part in parts) + b"".join(parts)
+        for parts in ((name.encode(), symbol.encode(), code) for name, symbol, code in objects)
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(body).digest() + body)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError:
+        return False
+    return _trusted(path)
+
+
+def load_library(progress: Progress | None = None) -> KernelLibrary:
+    """The kernels of this process, loaded once. `progress(done, total)` is called while kernels are compiled."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            name = f"cpu-{_key()}.bin"
+            paths = [folder / name for folder in cache_folders()]
+            objects = next((found for found in map(_read, paths) if found is not None), None)
+            if objects is None:
+                from cupaged.kernels.cpu.compile import compile_kernels
+
+                objects = list(compile_kernels(progress))
+                for path in paths:
+                    if _write(path, objects):
+                        break
+            _loaded = KernelLibrary(objects)
+        return _loaded

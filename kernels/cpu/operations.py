@@ -1,0 +1,272 @@
+"""`CpuOperations`: the Numba kernels behind the names of `interface.Operations`.
+
+This side only checks dtypes and strides, turns arrays into addresses and hands records to the team; it never touches
+data itself, so that a step can be captured and run again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupaged.errors import KernelError
+from cupaged.kernels.arguments import check_attention
+from cupaged.kernels.cpu.executor import Records, Team
+from cupaged.kernels.cpu.plan import CpuAttentionPlan, make_plan, max_rows, scratch_floats, state_floats
+from cupaged.kernels.interface import (
+    STORAGE_BYTES,
+    Activation,
+    Array,
+    KVView,
+    SampleRows,
+    StorageType,
+    WeightSource,
+)
+from cupaged.kernels.philox import uniform_rows
+
+PANEL = 64
+_MATMUL_SCRATCH = 240 * PANEL * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
+_SAMPLE_BUCKETS = 2048
+_ROWS_A_CHUNK = 240
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Weights in panels [ceil(rows/64)][cols][64] of `dtype` (bfloat16 as uint16); see gemm.py."""
+
+    rows: int
+    cols: int
+    dtype: StorageType
+    panels: Array
+    address: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.panels.nbytes)
+
+
+def float_bits(x: float) -> int:
+    """The bits of x as float32: how scalars travel in an operation record."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def aligned(count: int, dtype: Any) -> Array:
+    """An uninitialised flat array aligned to 64 bytes."""
+    item = np.dtype(dtype).itemsize
+    raw = np.empty(count * item + 64, np.uint8)
+    skip = -address(raw) % 64
+    return raw[skip : skip + count * item].view(dtype)
+
+
+def address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _rows(name: str, x: Array, dtype: type = np.float32) -> tuple[int, int]:
+    """(address, row stride in bytes) of an array whose rows x[i] are contiguous."""
+    if x.dtype != dtype:
+        raise KernelError(f"{name}: dtype {x.dtype}, expected {np.dtype(dtype).name}")
+    inner = x.itemsize
+    for size, stride in zip(x.shape[:0:-1], x.strides[:0:-1], strict=True):
+        if stride != inner and size > 1 and x.size:
+            raise KernelError(f"{name}: the elements of a row are not contiguous (strides {x.strides})")
+        inner *= size
+    return address(x), (x.strides[0] if x.shape[0] > 1 and x.size else inner)
+
+
+def _contiguous(name: str, x: Array, dtype: type = np.float32) -> int:
+    if x.dtype != dtype or not x.flags.c_contiguous:
+        raise KernelError(f"{name}: expected a contiguous {np.dtype(dtype).name} array, got {x.dtype} {x.strides}")
+    return address(x)
+
+
+class CpuOperations:
+    """Operations on NumPy arrays, run by a thread team. Documented in `interface.Operations`."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
+
+    def _scratch_address(self, name: str, size: int) -> int:
+        """A buffer of at least `size` bytes that lives as long as we do; it grows, never shrinks.
+
+        A capture that holds the old one keeps it alive through `Records.keep`.
+        """
+        held = self._scratch.get(name)
+        if held is None or held.nbytes < size:
+            held = self._scratch[name] = aligned(max(size, 2 * (0 if held is None else held.nbytes)), np.uint8)
+        return address(held)
+
+    def keep_alive(self, records: Records) -> None:
+        """Tie the present scratch buffers to a captured list."""
+        records.keep.extend(self._scratch.values())
+
+    # -- weights
+
+    def matrix(self, source: WeightSource, dtype: StorageType) -> PackedMatrix:
+        rows, cols = source.shape
+        panels = -(-rows // PANEL)
+        store = aligned(panels * cols * PANEL, _STORAGE[dtype])
+        base, panel_bytes = address(store), cols * PANEL * STORAGE_BYTES[dtype]
+        kernel = self.team.library.addresses[f"pack_{dtype}"]
+        step = max(1, (1 << 18) // max(1, cols * PANEL)) * PANEL  # about 1 MiB of float32 at a time
+
+        def pack(start: int) -> None:
+            stop = min(rows, start + step)
+            block = np.ascontiguousarray(source.float32(start, stop), np.float32)
+            records = Records(-(-(stop - start) // PANEL))
+            for row in range(start, stop, PANEL):
+                arguments = (address(block) + (row - start) * cols * 4, base + row // PANEL * panel_bytes)
+                records.append(kernel, 1, (*arguments, min(PANEL, stop - row), cols))
+                self.team.library.call("run_alone", records.address + (records.count - 1) * 256)
+
+        with ThreadPoolExecutor(self.team.threads) as pool:
+            list(pool.map(pack, range(0, rows, step)))
+        return PackedMatrix(rows, cols, dtype, store, base)
+
+    def vector(self, source: WeightSource) -> Array:
+        values = aligned(source.shape[0], np.float32)
+        values[:] = source.float32(0, source.shape[0])
+        return values
+
+    # -- dense
+
+    def embed(self, ids: Array, table: PackedMatrix, out: Array, scale: float = 1.0) -> None:
+        ids_at, out_at = _contiguous("ids", ids, np.int32), _contiguous("out", out)
+        arguments = (ids_at, table.address, out_at, table.cols, float_bits(scale))
+        self.team.launch(f"embed_{table.dtype}", len(ids), *arguments)
+
+    def matmul(self, x: Array, weight: PackedMatrix, out: Array, bias: Array | None = None) -> None:
+        if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
+            raise KernelError(f"matmul: {x.shape} by {weight.rows}x{weight.cols} into {out.shape}")
+        (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
+        count, panels = x.shape[0], -(-weight.rows // PANEL)
+        # Work for every thread several times over; with many rows, panels alone may be too few.
+        panels_a_chunk = max(1, panels // 16)
+        rows_a_chunk = _ROWS_A_CHUNK if panels >= 8 else 48
+        chunks = -(-panels // panels_a_chunk) * -(-count // rows_a_chunk)
+        self.team.launch(
+            f"matmul_{weight.dtype}", chunks,
+            weight.address, x_at, out_at, count, weight.rows, weight.cols, x_stride, out_stride,
+            panels_a_chunk, rows_a_chunk, self._scratch_address("matmul", 0),
+            0 if bias is None else _contiguous("bias", bias), 0,
+        )  # fmt: skip
+
+    # -- elementwise
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
+        (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
+        residual_at = 0 if residual is None else _contiguous("residual", residual)
+        arguments = (x_at, _contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
+        self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride)
+
+    def head_norm(self, x: Array, weight: Array, eps: float) -> None:
+        x_at, stride = _rows("x", x)
+        weight_at = _contiguous("weight", weight)
+        self.team.launch("head_norm", x.shape[0], x_at, weight_at, x.shape[1], x.shape[2], float_bits(eps), stride)
+
+    def rope(self, x: Array, positions: Array, table: Array) -> None:
+        x_at, stride = _rows("x", x)
+        tables = (_contiguous("positions", positions, np.int32), _contiguous("table", table))
+        self.team.launch("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
+
+    def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
+        arguments = (_contiguous("gate_up", gate_up), _contiguous("out", out), out.shape[1], _KINDS[activation])
+        self.team.launch("gated_activation", out.shape[0], *arguments)
+
+    def add(self, x: Array, y: Array) -> None:
+        size = 4096
+        self.team.launch("add", -(-x.size // size), _contiguous("x", x), _contiguous("y", y), size, x.size)
+
+    # -- K/V
+
+    def write_kv(self, key: Array, value: Array, cache: KVView, layer: int, slots: Array) -> None:
+        (key_at, key_stride), (value_at, value_stride) = _rows("key", key), _rows("value", value)
+        k_row, k_column = _k_strides(cache)
+        self.team.launch(
+            f"write_kv_{cache.dtype}", key.shape[0],
+            key_at, value_at, key_stride, value_stride, _contiguous("slots", slots, np.int64), address(cache.pools[0]),
+            cache.num_kv_heads, cache.head_dim, cache.block_size, cache.block_stride, layer * cache.layer_stride,
+            cache.kv_stride, cache.head_stride, k_row, k_column,
+        )  # fmt: skip
+
+    def copy_blocks(self, cache: KVView, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        pairs = np.array([sources, destinations], np.int64).T.copy()
+        size = STORAGE_BYTES[cache.dtype]
+        run = 2 * cache.kv_stride * size  # K and V of a layer
+        runs, run_stride = cache.num_layers, cache.layer_stride * size
+        if run_stride == run:  # block-major: all layers at once
+            runs, run, run_stride = 1, run * cache.num_layers, 0
+        arguments = (address(cache.pools[0]), address(pairs), runs, run, cache.block_stride * size, run_stride)
+        self.team.launch("copy_blocks", len(pairs) * runs, *arguments, keep=pairs)
+
+    # -- attention
+
+    def plan_attention(
+        self, cache: KVView, tables: Array, query_starts: Sequence[int], context_lens: Sequence[int], num_heads: int,
+        window: int | None = None,
+    ) -> CpuAttentionPlan:  # fmt: skip
+        table, starts, contexts = check_attention(cache, tables, query_starts, context_lens, num_heads, window)
+        return make_plan(table, starts, contexts, num_heads // cache.num_kv_heads, window)
+
+    def paged_attention(
+        self, query: Array, cache: KVView, layer: int, plan: CpuAttentionPlan, out: Array, scale: float,
+        soft_cap: float | None = None, sinks: Array | None = None,
+    ) -> None:  # fmt: skip
+        heads, dim = query.shape[1:]
+        if query.shape != out.shape or query.shape[0] != plan.num_tokens or dim != cache.head_dim:
+            raise KernelError(f"query: shape {query.shape}, for {plan.num_tokens} tokens and out {out.shape}")
+        if plan.num_tokens == 0:
+            return
+        (query_at, query_stride), (out_at, out_stride) = _rows("query", query), _rows("out", out)
+        group, rows = heads // cache.num_kv_heads, max_rows(heads // cache.num_kv_heads)
+        states = self._scratch_address("states", plan.num_states * heads * state_floats(dim) * 4)
+        scratch_bytes = scratch_floats(dim, rows) * 4
+        scratch = self._scratch_address("attention", scratch_bytes * self.team.threads)
+        pools = [0 if p is None else address(p) for p in cache.pools] + [0] * (4 - len(cache.pools))
+        # Without a soft cap the scale takes log2(e) along, and the softmax works on powers of two.
+        factor = scale if soft_cap else scale * _LOG2E
+        self.team.launch(
+            f"attention_parts_{cache.dtype}", len(plan.items) * cache.num_kv_heads,
+            address(plan.items), cache.num_kv_heads, query_at, query_stride, group, dim, states, scratch, scratch_bytes,
+            address(plan.tables), plan.tables.shape[1] * 4, *pools, cache.block_size, cache.block_stride,
+            layer * cache.layer_stride, cache.kv_stride, cache.head_stride, float_bits(factor),
+            float_bits(soft_cap) if soft_cap else 0, *_k_strides(cache), plan.window, rows, keep=plan,
+        )  # fmt: skip
+        self.team.launch(
+            "attention_merge", plan.num_tokens,
+            states, address(plan.state_starts), address(plan.state_counts), heads, dim, out_at, out_stride,
+            0 if sinks is None else _contiguous("sinks", sinks),
+        )  # fmt: skip
+
+    # -- sampling
+
+    def sample(self, logits: Array, rows: SampleRows) -> list[int]:
+        count, size = logits.shape
+        for name in SampleRows.__slots__:
+            if len(getattr(rows, name)) != count:
+                raise KernelError(f"rows.{name}: {len(getattr(rows, name))} values for {count} rows of logits")
+        settings = np.empty((count, 5), np.float64)
+        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+        for i, column in enumerate(columns):
+            settings[:, i] = column
+        settings[:, 4] = uniform_rows(rows.seed, rows.sample, rows.position)
+        out = np.empty(count, np.int64)
+        scratch_bytes = (size + _SAMPLE_BUCKETS) * 8
+        scratch = self._scratch_address("sample", scratch_bytes * self.team.threads)
+        arguments = (_contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
+        self.team.launch("sample", count, *arguments)
+        return [int(token) for token in out]
+
+
+def _k_strides(cache: KVView) -> tuple[int, int]:
+    """Elements from one dim, and from one token, to the next inside a block's K."""
+    return (cache.block_size, 1) if cache.k_transposed else (1, cache.head_dim)
