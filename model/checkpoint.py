@@ -20,7 +20,7 @@ import numpy as np
 from cupaged.errors import ModelFileError
 from cupaged.kernels.interface import WeightSource
 from cupaged.model.config import ModelConfig
-from cupaged.model.config_values import quote, read_json
+from cupaged.model.config_values import NOT_THERE, absence, quote, read_json
 from cupaged.model.families import GGUF_NAMES, HUB_NAMES, NameTable
 from cupaged.model.gguf_file import GGUFFile
 from cupaged.model.gguf_model import gguf_config, gguf_weights, in_hub_order
@@ -55,10 +55,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     sound but not implemented. Nothing is written, and nothing of the folder is imported.
     """
     path = Path(path)
-    if path.is_symlink() and not path.exists():
-        raise ModelFileError(f"{path}: file missing (broken link to {path.readlink()})")
-    if not path.exists():
-        raise ModelFileError(f"{path}: no such file or folder")
+    reason = absence(path)
+    if reason:
+        raise ModelFileError(f"{path}: {reason}")
     if path.is_dir():
         return _open_hub(path)
     if path.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
@@ -103,10 +102,11 @@ def _open_hub(folder: Path) -> Checkpoint:
     metadata: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         path = folder / name
-        if path.exists():
+        reason = absence(path)
+        if reason is None:
             metadata[name] = read_json(path)
-        elif path.is_symlink():
-            raise ModelFileError(f"{path}: file missing (broken link to {path.readlink()})")
+        elif reason != NOT_THERE:
+            raise ModelFileError(f"{path}: {reason}")
     if "config.json" not in metadata:
         hint = next((f"; give the path of {quote(entry.name)} itself" for entry in sorted(folder.glob("*.gguf"))), "")
         raise ModelFileError(f"{folder}: no config.json there, so it is no model folder{hint}")

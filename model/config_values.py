@@ -19,10 +19,25 @@ _MAX_INTEGER = 2**31 - 1
 _MAX_JSON_BYTES = 64 << 20  # config files are kilobytes; a tokenizer's own file is not read through here
 
 
+NOT_THERE = "no such file or folder"
+
+
 def quote(value: object, limit: int = 80) -> str:
     """`repr` of a value from a file, cut to `limit` characters, so that a message stays one short line."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def absence(path: Path) -> str | None:
+    """Why a file or folder cannot be had, or None if it is there. Links are followed; a dangling one is told."""
+    try:
+        if path.exists():
+            return None
+        if path.is_symlink():
+            return f"file missing (broken link to {path.readlink()})"
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror or error})"
+    return NOT_THERE
 
 
 def read_json(path: Path) -> dict[str, Any]:

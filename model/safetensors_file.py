@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ModelFileError
-from cupaged.model.config_values import quote, read_json
+from cupaged.model.config_values import NOT_THERE, absence, quote, read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -177,15 +177,16 @@ def open_folder(folder: Path) -> dict[str, SafetensorsFile]:
     shards are named before any is opened; a tensor in two shards, or promised by the index and absent, is refused.
     """
     single, index = folder / _SINGLE, folder / _INDEX
-    if single.exists():
+    reasons = {path: absence(path) for path in (single, index)}
+    if reasons[single] is None:
         file = SafetensorsFile(single)
         return dict.fromkeys(file.tensors, file)
-    for path in (single, index):
-        if path.is_symlink() and not path.exists():
-            raise ModelFileError(f"{path}: file missing (broken link to {path.readlink()})")
-    if not index.exists():
-        raise _no_weights(folder)
-    return _open_shards(folder, index)
+    if reasons[index] is None:
+        return _open_shards(folder, index)
+    for path, reason in reasons.items():
+        if reason != NOT_THERE:
+            raise ModelFileError(f"{path}: {reason}")
+    raise _no_weights(folder)
 
 
 def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
@@ -200,11 +201,11 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
     shards = sorted(set(weight_map.values()))
     missing = []
     for name in shards:
-        path = folder / name
-        if not path.exists():
-            missing.append(f"{name} (broken link to {path.readlink()})" if path.is_symlink() else name)
+        reason = absence(folder / name)
+        if reason:
+            missing.append(name if reason == NOT_THERE else f"{name}: {reason}")
     if missing:
-        raise ModelFileError(f"{folder}: file missing: {', '.join(missing)} ({len(missing)} of {len(shards)} shards)")
+        raise ModelFileError(f"{folder}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing)}")
     found: dict[str, SafetensorsFile] = {}
     for name in shards:
         file = SafetensorsFile(folder / name)

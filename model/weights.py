@@ -67,7 +67,8 @@ class UnpermutedHeads:
         first = start // head_dim * head_dim
         last = -(-stop // head_dim) * head_dim
         whole: Float32 = self.source.float32(first, last)
-        return whole[stored - first]
+        out: Float32 = whole[stored - first]
+        return out
 
 
 @dataclass(frozen=True, slots=True)
