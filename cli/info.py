@@ -1,0 +1,137 @@
+"""`cupaged info`: what is here to run on, and what a model would take."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import click
+
+import cupaged
+from cupaged.cli import runtime
+from cupaged.cli.output import Output
+from cupaged.cli.progress import Progress
+from cupaged.errors import OptionError
+
+PACKAGES = (
+    "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "cupy-cuda12x", "cupy-cuda13x",
+)  # fmt: skip
+# The vector extensions that kernels choose between, as Linux spells them.
+CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "sve")
+
+
+@click.command()
+@runtime.model_options(required=False)
+@click.option("--json", "as_object", is_flag=True, help="One JSON object.")
+@runtime.debug_option
+def info(weights: str | None, as_object: bool, **options: Any) -> int:
+    """Show versions, processor, GPU and cache folders; with --weights also the model and its memory plan.
+
+    The memory plan says what a token of context takes, how many KV blocks there are, and how many tokens fit.
+    """
+    output = Output()
+    facts = system()
+    if weights is not None:
+        with Progress() as progress, runtime.open_llm(weights, progress=progress, **options) as llm:
+            facts |= llm.info()
+    else:
+        ctx = click.get_current_context()
+        given = [name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT]
+        if given:
+            raise OptionError(f"--{given[0].replace('_', '-')} needs --weights")
+    if as_object:
+        output.json(facts, indent=2)
+    else:
+        output.write("\n".join(lines(facts)) + "\n")
+    return 0
+
+
+def system() -> dict[str, Any]:
+    """Versions, processor, GPU and folders of this machine. Touches no GPU, and imports neither Numba nor CuPy."""
+    from cupaged.kernels.cpu.library import cache_folders
+
+    return {
+        "versions": {"cupaged": cupaged.__version__, "python": platform.python_version(), **_package_versions()},
+        "cpu": _cpu(),
+        "gpu": _gpu(),
+        "kernel_cache_folders": [str(folder) for folder in cache_folders()],
+    }
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> dict[str, Any]:
+    text = _read(Path("/proc/cpuinfo"))  # elsewhere than on Linux: no model, no features
+    fields = dict(_pair(line) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": fields.get("model name") or platform.processor() or platform.machine(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "features": [name for name in CPU_FEATURES if name in flags],
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    """What the NVIDIA driver says through /proc: no CUDA context is made."""
+    folder = Path("/proc/driver/nvidia")
+    driver = _read(folder / "version").partition("\n")[0]
+    cards = [_read(path) for path in sorted(folder.glob("gpus/*/information"))]
+    names = [dict(_pair(line) for line in card.splitlines() if ":" in line).get("Model", "unknown") for card in cards]
+    return {"driver": driver.removeprefix("NVRM version:").strip() or None, "cards": names}
+
+
+def _pair(line: str) -> tuple[str, str]:
+    key, _, value = line.partition(":")
+    return key.strip(), value.strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def lines(facts: dict[str, Any], depth: int = 0) -> Iterator[str]:
+    """`facts` as indented `key: value` lines; keys that end in `bytes` also get a size that can be read."""
+    width = max((len(key) for key, value in facts.items() if not isinstance(value, dict)), default=0)
+    indent = "  " * depth
+    for key, value in facts.items():
+        label = key.replace("_", " ")
+        if isinstance(value, dict):
+            yield f"{indent}{label}"
+            yield from lines(value, depth + 1)
+        else:
+            yield f"{indent}{label:<{width}}  {_shown(key, value)}"
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown("", item) for item in value) or "none"
+    if isinstance(value, int) and (key == "bytes" or "bytes" in key.split("_")) and value >= 1024:
+        return f"{value} ({_size(value)})"
+    return str(value)
+
+
+def _size(count: int) -> str:
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

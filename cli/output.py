@@ -1,0 +1,103 @@
+"""Writing results to stdout: text as it comes, or one JSON object a line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import sys
+from typing import Any
+
+from cupaged.cli.errors import OutputClosedError
+from cupaged.errors import CupagedError
+from cupaged.outputs import RequestMetrics, RequestOutput
+
+# A model may write anything, escape sequences included, which a terminal would obey. Line breaks and tabs stay.
+_VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
+_VISIBLE_CONTROLS |= {127: "\u2421"} | dict.fromkeys(range(128, 160), "\ufffd")
+
+
+class Output:
+    """stdout, flushed at every write. Raises OutputClosedError once nobody reads it."""
+
+    def __init__(self) -> None:
+        if sys.stdout is None:
+            raise CupagedError("standard output is closed")
+        self._stream = sys.stdout
+        self._at_line_start = True
+        self.is_terminal = self._stream.isatty()
+        encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower().replace("-", "")
+        self._ascii_json = encoding != "utf8"
+        if hasattr(self._stream, "reconfigure"):  # a terminal that lacks a character shows `?`, it does not stop us
+            self._stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        self._at_line_start = text.endswith("\n")
+        try:
+            self._stream.write(text.translate(_VISIBLE_CONTROLS) if self.is_terminal else text)
+            self._stream.flush()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EINVAL):  # EINVAL: Windows' word for a broken pipe
+                raise OutputClosedError from error
+            raise
+
+    def end_line(self) -> None:
+        """Start a new line, unless the last character written was a line break."""
+        if not self._at_line_start:
+            self.write("\n")
+
+    def json(self, value: Any, indent: int | None = None) -> None:
+        """Write `value` as JSON and a line break; numbers that JSON has no word for (NaN, infinities) become null."""
+        self.write(json.dumps(finite(value), ensure_ascii=self._ascii_json, allow_nan=False, indent=indent) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """`value` with dictionaries and lists rebuilt and every NaN or infinity replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def as_json(index: int, output: RequestOutput) -> dict[str, Any]:
+    """The JSON object of one request. `index` counts the prompts from 0."""
+    first = output.outputs[0]
+    return {
+        "index": index,
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "text": first.text,
+        "token_ids": first.token_ids,
+        "finish_reason": first.finish_reason,
+        "stop_reason": first.stop_reason,
+        "error": output.error,
+        "cumulative_logprob": first.cumulative_logprob,
+        "logprobs": first.logprobs,
+        "usage": {
+            "prompt_tokens": output.usage.prompt_tokens,
+            "cached_tokens": output.usage.cached_tokens,
+            "completion_tokens": output.usage.completion_tokens,
+            "total_tokens": output.usage.total_tokens,
+        },
+        "metrics": durations(output.metrics),
+    }
+
+
+def durations(metrics: RequestMetrics) -> dict[str, float | int | None]:
+    """Seconds from the arrival of a request to each event (None: it did not happen), and its preemptions."""
+
+    def since_arrival(time: float | None) -> float | None:
+        return None if time is None else round(time - metrics.arrival_time, 6)
+
+    return {
+        "scheduled_seconds": since_arrival(metrics.first_scheduled_time),
+        "first_token_seconds": since_arrival(metrics.first_token_time),
+        "finished_seconds": since_arrival(metrics.finished_time),
+        "preemptions": metrics.preemptions,
+    }

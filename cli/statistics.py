@@ -1,0 +1,66 @@
+"""What `--stats` prints: counts, rates and memory of one run, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from cupaged.cli.errors import note
+
+if TYPE_CHECKING:
+    from cupaged.outputs import RequestOutput, StreamPiece, Usage
+
+
+class Statistics:
+    """Made before the model is loaded; `start` when it is; results are added as they come."""
+
+    def __init__(self) -> None:
+        self._made = time.monotonic()
+        self._started = self._made
+        self._first_tokens: list[float] = []
+        self._prompt = self._cached = self._completion = 0
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+
+    def add_piece(self, piece: StreamPiece) -> None:
+        if piece.token_ids and not self._first_tokens:
+            self._first_tokens.append(time.monotonic() - self._started)
+        if piece.usage is not None:
+            self._add_usage(piece.usage)
+
+    def add_result(self, result: RequestOutput) -> None:
+        first = result.metrics.first_token_time
+        if first is not None:
+            self._first_tokens.append(first - result.metrics.arrival_time)
+        self._add_usage(result.usage)
+
+    def print(self) -> None:
+        """Two lines on stderr. tokens/s counts generated tokens over all the time since the model was loaded."""
+        seconds = time.monotonic() - self._started
+        rate = self._completion / seconds if seconds > 0 else 0.0
+        line = f"{self._prompt} prompt tokens ({self._cached} cached), {self._completion} generated in {seconds:.2f} s"
+        line += f" ({rate:.1f} tokens/s)"
+        if self._first_tokens:
+            low, high = min(self._first_tokens), max(self._first_tokens)
+            line += f", first token after {low:.2f} s" + (f" to {high:.2f} s" if len(self._first_tokens) > 1 else "")
+        note(line)
+        peak = peak_memory()
+        memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
+        note(f"model loaded in {self._started - self._made:.2f} s{memory}")
+
+    def _add_usage(self, usage: Usage) -> None:
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.cached_tokens
+        self._completion += usage.completion_tokens
+
+
+def peak_memory() -> int | None:
+    """Largest resident set of this process so far, in bytes; None where the system does not tell (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,7 @@
+"""`python -m cupaged` is the command `cupaged`."""
+
+import sys
+
+from cupaged.cli import main
+
+sys.exit(main())

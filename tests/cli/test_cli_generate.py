@@ -1,0 +1,124 @@
+"""`cupaged generate` on a stand-in for LLM: what goes where, in which form."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+
+from cupaged.outputs import RequestOutput
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_one_prompt_is_plain_text_that_ends_with_a_newline(run: Run) -> None:
+    code, out, err = run("generate", "-w", "fake", "-p", "count", "--max-tokens", "3")
+    assert (code, out, err) == (0, " one two three\n", "")
+
+
+def test_no_tokens_are_an_empty_text(run: Run) -> None:
+    assert run("generate", "-w", "fake", "-p", "count", "--max-tokens", "0") == (0, "", "")
+
+
+def test_the_model_is_closed(run: Run) -> None:
+    before = FakeLLM.closed
+    run("generate", "-w", "fake", "-p", "count", "-n", "1")
+    assert FakeLLM.closed == before + 1
+
+
+def test_several_prompts_stand_in_order_under_headings(run: Run) -> None:
+    code, out, _ = run("generate", "-w", "fake", "-p", "first\nline", "-p", "x" * 99, "--token-ids", "4,5", "-n", "1")
+    assert code == 0
+    assert out == (f"=== 1 of 3: first line\n one\n\n=== 2 of 3: {'x' * 57}...\n one\n\n=== 3 of 3: 4,5\n one\n")
+
+
+def test_json_is_an_object_a_line_without_nan(run: Run) -> None:
+    code, out, _ = run("generate", "-w", "fake", "-p", "a", "-p", "é\u2028", "--json", "-n", "2", "--logprobs", "1")
+    assert code == 0
+    lines = out.split("\n")
+    assert len(lines) == 3 and lines[2] == ""
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines[:2])
+    assert (first["index"], second["index"], second["prompt"]) == (0, 1, "é\u2028")
+    assert first["text"] == " one two" and first["token_ids"] == [0, 1]
+    assert first["finish_reason"] == "length" and first["stop_reason"] is None and first["error"] is None
+    assert first["usage"] == {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2, "total_tokens": 5}
+    assert first["metrics"]["first_token_seconds"] == 0.25 and first["metrics"]["preemptions"] == 0
+    assert first["logprobs"] == [{"0": None, "7": None}, {"1": None, "7": None}]
+
+
+def test_a_model_without_tokenizer_shows_ids_as_token_ids_takes_them(run: Run) -> None:
+    assert run("generate", "-w", "fake:ids", "--token-ids", "3 4", "-n", "3") == (0, "0,1,2\n", "")
+    _, out, _ = run("generate", "-w", "fake:ids", "--token-ids", "3", "--token-ids", "4", "-n", "2")
+    assert "=== 2 of 2: 4\n0,1\n" in out
+
+
+def test_chat_puts_prompts_into_messages(run: Run) -> None:
+    _, out, _ = run("generate", "-w", "fake", "--chat", "--system", "be brief", "-p", "hi")
+    assert out == "[{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'hi'}]\n"
+    _, out, _ = run("generate", "-w", "fake", "--chat", "-p", "hi", "-p", "ho", "--json", "-n", "1")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == [
+        "[{'role': 'user', 'content': 'hi'}]",
+        "[{'role': 'user', 'content': 'ho'}]",
+    ]
+
+
+def test_a_failed_request_is_told_and_the_others_are_shown(run: Run) -> None:
+    code, out, err = run("generate", "-w", "fake:failing", "-p", "a", "-p", "b", "-p", "c", "-n", "1", "--json")
+    assert code == 1
+    assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["length", "error", "length"]
+    assert err == "cupaged: error: prompt 2 (--prompt) failed: step 5: logits are not finite\n"
+
+
+def test_a_failed_stream_keeps_its_text_and_exits_with_1(run: Run) -> None:
+    code, out, err = run("generate", "-w", "fake:failing", "-p", "a", "-n", "8")
+    assert (code, out) == (1, " one two\n")
+    assert err == "cupaged: error: the request failed: no reason was given\n"
+
+
+def test_stats_are_two_lines_on_stderr(run: Run) -> None:
+    code, out, err = run("generate", "-w", "fake", "-p", "a", "-n", "4", "--stats")
+    assert (code, out) == (0, " one two three four\n")
+    counts, times = err.splitlines()
+    assert counts.startswith("cupaged: 3 prompt tokens (1 cached), 4 generated in ") and "first token after" in counts
+    assert times.startswith("cupaged: model loaded in ") and "MiB" in times
+
+
+def test_options_reach_the_model(run: Run) -> None:
+    _, out, _ = run(
+        "info", "-w", "fake", "--json", "--device", "gpu", "--dtype", "float32", "--kv-dtype", "bfloat16",
+        "--block-size", "8", "--kv-memory", "64MiB", "--max-model-len", "99", "--threads", "2",
+    )  # fmt: skip
+    facts = json.loads(out)
+    assert facts["device"] == "cuda"  # gpu is another name for it
+    assert (facts["dtype"], facts["kv_dtype"], facts["block_size"]) == ("float32", "bfloat16", 8)
+    assert (facts["kv_memory"], facts["max_model_len"], facts["threads"]) == ("64MiB", 99, 2)
+
+
+def test_sampling_options_reach_the_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = FakeLLM.generate
+
+    def spy(self: FakeLLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:
+        seen.extend(params)
+        return plain(self, prompts, params)
+
+    monkeypatch.setattr(FakeLLM, "generate", spy)
+    run("generate", "-w", "fake", "-p", "a", "--json", "-n", "2")
+    run(
+        "generate", "-w", "fake", "-p", "a", "--json", "-n", "5", "-t", "0.5", "--top-k", "3", "--top-p", "0.9",
+        "--min-p", "0.1", "--seed", "7", "--stop", "x", "--stop", "y", "--ignore-eos", "--logprobs", "2",
+    )  # fmt: skip
+    default, given = seen
+    assert default.greedy and default.stop_strings == () and default.logprobs is None
+    assert (given.max_tokens, given.temperature, given.top_k, given.top_p, given.min_p) == (5, 0.5, 3, 0.9, 0.1)
+    assert (given.seed, given.stop_strings, given.ignore_eos, given.logprobs) == (7, ("x", "y"), True, 2)
+
+
+def test_a_jsonl_file_sets_parameters_a_prompt(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n{"prompt": [5, 6], "max_tokens": 3, "temperature": 0.5}\n')
+    code, out, _ = run("generate", "-w", "fake", "--prompts-file", str(file), "--json", "-n", "1")
+    assert code == 0
+    assert [json.loads(line)["text"] for line in out.splitlines()] == [" one", " one two three"]

@@ -1,0 +1,49 @@
+"""`cupaged info`: facts of this machine and of a model."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+
+from cupaged.cli.info import lines
+from cupaged.cli.runtime import DTYPES
+from cupaged.kernels.interface import StorageType
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_without_a_model_the_machine_is_told(run: Run) -> None:
+    code, out, err = run("info", "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["versions"]["cupaged"] == "0.1.0" and facts["versions"]["numpy"] == np.__version__
+    assert 1 <= facts["cpu"]["usable_cores"] <= facts["cpu"]["cores"] == os.cpu_count()
+    assert facts["kernel_cache_folders"]
+    assert isinstance(facts["gpu"]["cards"], list)
+
+
+def test_with_a_model_its_plan_is_told(run: Run) -> None:
+    code, out, _ = run("info", "-w", "fake", "--block-size", "8")
+    assert code == 0
+    words = [" ".join(line.split()) for line in out.splitlines()]
+    assert "num blocks 10" in words and "block size 8" in words
+    assert "kv bytes per token 46080 (45 KiB)" in words and "kv memory bytes 3145728 (3 MiB)" in words
+
+
+def test_lines_align_and_nest() -> None:
+    facts = {"a": None, "long_name": True, "inner": {"b": [1, 2], "bytes": 2**40 + 2**39, "few_bytes": 7, "none": []}}
+    assert list(lines(facts)) == [
+        "a          none",
+        "long name  yes",
+        "inner",
+        "  b          1, 2",
+        "  bytes      1649267441664 (1.5 TiB)",
+        "  few bytes  7",
+        "  none       none",
+    ]
+
+
+def test_the_dtypes_offered_are_those_that_kernels_store() -> None:
+    assert set(DTYPES) == {"auto", *get_args(StorageType)}
