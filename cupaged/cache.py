@@ -24,16 +24,17 @@ Layout = Literal["block_major", "layer_major"]
 
 MAX_BLOCKS = 1 << FRAME_BITS
 MAX_BLOCK_SIZE = 256
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 _NUMPY_TYPES: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 class CacheDevice(Protocol):
-    """What a cache asks of a device: its kernels, and memory. `k_transposed`, if there, is its choice for K's order."""
+    """What a cache asks of a device (`cupaged.device.Device` is one). `k_transposed`: the order of K it likes best."""
 
     @property
     def ops(self) -> Operations: ...
+    @property
+    def k_transposed(self) -> bool: ...
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
 
 
@@ -42,8 +43,8 @@ class PagedKVCache:
 
     dtype: "float32", "float16" or "bfloat16" (kept as uint16). device: None is the CPU. layout: see the module.
     k_transposed: K of a block as [head_dim][slot] instead of [slot][head_dim]; None leaves it to the device.
-    block_size 1..256, num_blocks up to 2^28 (the frame bits of a reference). The array is allocated, aligned to 64
-    bytes, but neither cleared nor touched: unused slots hold anything, NaN included.
+    block_size 1..256, num_blocks up to 2^28 (the frame bits of a reference). The array is allocated, aligned as the
+    device aligns, but neither cleared nor touched: unused slots hold anything, NaN included.
 
     OptionError names an argument outside its range, or the bytes that could not be had.
     """
@@ -69,7 +70,7 @@ class PagedKVCache:
         self.layout: Layout = _choice("layout", layout, get_args(Layout))
         self.device: CacheDevice = _cpu_device() if device is None else device
         if k_transposed is None:
-            k_transposed = bool(getattr(self.device, "k_transposed", False))
+            k_transposed = self.device.k_transposed
 
         head_stride = self.block_size * self.head_dim
         kv_stride = self.num_kv_heads * head_stride
@@ -80,7 +81,7 @@ class PagedKVCache:
             block_stride = 2 * kv_stride
             layer_stride = self.num_blocks * block_stride
         self.view = KVView(
-            pools=(_aligned_empty(self.device, self.nbytes, np.dtype(_NUMPY_TYPES[self.dtype])),),
+            pools=(self._allocate(),),
             dtype=self.dtype,
             num_layers=self.num_layers,
             block_size=self.block_size,
@@ -92,6 +93,13 @@ class PagedKVCache:
             head_stride=head_stride,
             k_transposed=k_transposed,
         )
+
+    def _allocate(self) -> Array:
+        dtype = np.dtype(_NUMPY_TYPES[self.dtype])
+        try:
+            return self.device.empty((self.nbytes // dtype.itemsize,), dtype)
+        except (MemoryError, ValueError) as error:
+            raise OptionError(f"num_blocks: {self.nbytes:,} bytes of KV cache cannot be allocated ({error})") from error
 
     @property
     def bytes_per_block(self) -> int:
@@ -122,7 +130,8 @@ class PagedKVCache:
             raise KernelError(f"num_tokens: {num_tokens} is not in 0..{len(refs) * self.block_size}, the slots of refs")
         self.check_layer(layer)
         keys, values = gather(self.view, layer, refs, 0, num_tokens)
-        return keys.astype(np.float32), values.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a NaN is no reason to warn: unused slots are full of them
+            return keys.astype(np.float32), values.astype(np.float32)
 
     def block_bytes(self, frame: int) -> Array:
         """The bytes of a block as uint8 [bytes_per_block], a copy: layer by layer, K then V, as stored."""
@@ -176,20 +185,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     return value
 
 
-def _aligned_empty(device: CacheDevice, nbytes: int, dtype: np.dtype[Any]) -> Array:
-    """A flat array on the device whose first element is aligned to ALIGNMENT bytes, cut from one slightly larger."""
-    count, spare = nbytes // dtype.itemsize, ALIGNMENT // dtype.itemsize
-    try:
-        raw = device.empty((count + spare,), dtype)
-    except (MemoryError, ValueError) as error:
-        raise OptionError(f"num_blocks: {nbytes:,} bytes of KV cache cannot be allocated ({error})") from error
-    interface = getattr(raw, "__array_interface__", None) or raw.__cuda_array_interface__
-    skip = (-interface["data"][0] % ALIGNMENT) // dtype.itemsize
-    return raw[skip : skip + count]
-
-
 def _cpu_device() -> CacheDevice:
     from cupaged.device import get_device
 
-    device: CacheDevice = get_device("cpu")
-    return device
+    return get_device("cpu")

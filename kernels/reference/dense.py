@@ -32,7 +32,7 @@ def narrow(values: Array, dtype: str) -> Array:
     if dtype == "float32":
         return np.array(values, np.float32)
     if dtype == "float16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signalling NaN becomes a quiet one
             return np.asarray(values, np.float32).astype(np.float16)
     if dtype == "bfloat16":
         return bfloat16.from_float32(values)
@@ -41,7 +41,8 @@ def narrow(values: Array, dtype: str) -> Array:
 
 def widen(stored: Array, dtype: str) -> Array:
     """The float64 values of an array of a storage type, exactly."""
-    return (bfloat16.to_float32(stored) if dtype == "bfloat16" else stored).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return (bfloat16.to_float32(stored) if dtype == "bfloat16" else stored).astype(np.float64)
 
 
 def matrix(source: WeightSource, dtype: StorageType) -> ReferenceMatrix:

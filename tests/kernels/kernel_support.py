@@ -19,9 +19,10 @@ BFLOAT16_NAN = 0x7FC0
 
 @dataclasses.dataclass
 class NumpyDevice:
-    """The least a cache needs: kernels and memory."""
+    """The least a cache needs: kernels, and memory as NumPy gives it (so pools need not be aligned)."""
 
     ops: Any
+    k_transposed: bool = False
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)
