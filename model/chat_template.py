@@ -175,8 +175,8 @@ def _compile(source: str) -> Template:
     for loop in list(tree.find_all(nodes.For)):
         tick = call_filter("count_step", nodes.Const(None, lineno=loop.lineno, environment=environment), loop.lineno)
         loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno, environment=environment))
-    printed: nodes.Output | nodes.Concat
-    for printed in [*tree.find_all(nodes.Output), *tree.find_all(nodes.Concat)]:
+    writers: list[nodes.Output | nodes.Concat] = [*tree.find_all(nodes.Output), *tree.find_all(nodes.Concat)]
+    for printed in writers:
         printed.nodes = [
             part if isinstance(part, nodes.TemplateData) else call_filter("count_text", part, part.lineno)
             for part in printed.nodes
