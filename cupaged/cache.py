@@ -80,8 +80,9 @@ class PagedKVCache:
         else:
             block_stride = 2 * kv_stride
             layer_stride = self.num_blocks * block_stride
+        self.array = self._allocate()
         self.view = KVView(
-            pools=(self._allocate(),),
+            pools=(self.array,),
             dtype=self.dtype,
             num_layers=self.num_layers,
             block_size=self.block_size,
@@ -137,9 +138,8 @@ class PagedKVCache:
         """The bytes of a block as uint8 [bytes_per_block], a copy: layer by layer, K then V, as stored."""
         if not 0 <= frame < self.num_blocks:
             raise KernelError(f"frame: {frame} is not in 0..{self.num_blocks - 1}")
-        array = self.view.pools[0]
         starts = [frame * self.view.block_stride + layer * self.view.layer_stride for layer in range(self.num_layers)]
-        return np.concatenate([array[start : start + 2 * self.view.kv_stride] for start in starts]).view(np.uint8)
+        return np.concatenate([self.array[start : start + 2 * self.view.kv_stride] for start in starts]).view(np.uint8)
 
     def copy_blocks(self, copies: Iterable[Any]) -> None:
         """Copy whole blocks inside pool 0, all layers, bit for bit.

@@ -84,6 +84,11 @@ def _normed(x: Array, weight: Array, eps: float) -> Array:
     return wide / np.sqrt(mean_square + eps) * weight.astype(np.float64)
 
 
+def take_rows(x: Array, rows: Array, out: Array) -> None:
+    """out[r] = x[rows[r]]. x [T, K], rows [R] integer, out [R, K]; `out` does not overlap `x`."""
+    out[...] = x[rows]
+
+
 def rms_norm(x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight by row (Zhang & Sennrich 2019, eq. 4).
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cupaged.kernels.reference import attention, blocks, dense, sampling
+
+if TYPE_CHECKING:
+    from cupaged.kernels.interface import Operations
 
 
 class ReferenceOperations:
@@ -11,6 +16,7 @@ class ReferenceOperations:
     matrix = staticmethod(dense.matrix)
     vector = staticmethod(dense.vector)
     embed = staticmethod(dense.embed)
+    take_rows = staticmethod(dense.take_rows)
     rms_norm = staticmethod(dense.rms_norm)
     head_norm = staticmethod(dense.head_norm)
     matmul = staticmethod(dense.matmul)
@@ -22,3 +28,7 @@ class ReferenceOperations:
     plan_attention = staticmethod(attention.plan_attention)
     paged_attention = staticmethod(attention.paged_attention)
     sample = staticmethod(sampling.sample)
+
+
+if TYPE_CHECKING:
+    _: Operations = ReferenceOperations()  # mypy compares every signature with the interface

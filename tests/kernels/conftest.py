@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-IMPLEMENTATIONS = ["reference"]
-if find_spec("cupaged.kernels.cpu.operations") is not None:
-    IMPLEMENTATIONS.append("cpu")
+IMPLEMENTATIONS = ["reference", "cpu"]
 
 
 def make_operations(name: str) -> Any:

@@ -143,15 +143,15 @@ def test_sampled_tokens_do_not_depend_on_company(ops: Any) -> None:
     rng = np.random.default_rng(8)
     logits = rng.standard_normal((12, 1000), np.float32) * 2
     settings = [
-        dict(
-            temperature=(0.0, 0.7, 1.0, 1.3)[i % 4],
-            top_k=(0, 50, 3)[i % 3],
-            top_p=(1.0, 0.9)[i % 2],
-            min_p=(0.0, 0.05, 0.0, 0.0, 0.01)[i % 5],
-            seed=i * 1000003,
-            sample=i % 3,
-            position=i * 17,
-        )
+        {
+            "temperature": (0.0, 0.7, 1.0, 1.3)[i % 4],
+            "top_k": (0, 50, 3)[i % 3],
+            "top_p": (1.0, 0.9)[i % 2],
+            "min_p": (0.0, 0.05, 0.0, 0.0, 0.01)[i % 5],
+            "seed": i * 1000003,
+            "sample": i % 3,
+            "position": i * 17,
+        }
         for i in range(12)
     ]
 
