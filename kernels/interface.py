@@ -61,7 +61,7 @@ class KVView:
 
 
 class WeightSource(Protocol):
-    """A weight matrix as stored in a file: rows are outputs. `dtype` is the file's name for it (F32, BF16, Q4_1, ...)."""
+    """A weight as stored in a file: rows are outputs. `dtype` is the file's name for it (F32, BF16, Q4_1, ...)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -119,6 +119,10 @@ class Operations(Protocol):
         """out[t] = table[ids[t]] * scale. ids [T] int32, out [T, K] float32."""
         ...
 
+    def take_rows(self, x: Array, rows: Array, out: Array) -> None:
+        """out[r] = x[rows[r]]. x [T, K] float32, rows [R] int32, out [R, K]; `out` does not overlap `x`."""
+        ...
+
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight by row (Zhang & Sennrich 2019, eq. 4). x, out [T, K].
 
@@ -161,8 +165,11 @@ class Operations(Protocol):
         self, cache: KVView, tables: Array, query_starts: Sequence[int], context_lens: Sequence[int], num_heads: int,
         window: int | None = None,
     ) -> AttentionPlan:
-        """Work list for S sequences: sequence s has queries query_starts[s]..query_starts[s+1] and context_lens[s] keys,
-        its queries being the last of them. tables [S, W] int32 block references. `window` W: W keys, own one included."""
+        """Work list for S sequences; valid for all layers of the cache.
+
+        Sequence s has queries query_starts[s]..query_starts[s+1] and context_lens[s] keys, its queries being the last
+        of them. tables [S, W] int32 block references. `window` W: a query sees W keys, its own included.
+        """
         ...
 
     def paged_attention(
@@ -181,5 +188,5 @@ class Operations(Protocol):
         ...
 
     def sample(self, logits: Array, rows: SampleRows) -> Sequence[int]:
-        """A token id per row of logits [R, V] float32. top-k, renormalise, top-p, then min-p; ties go to the lower id."""
+        """A token id per row of logits [R, V] float32: `reference/sampling.py` is the contract, step by step."""
         ...

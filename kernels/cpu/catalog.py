@@ -15,7 +15,7 @@ def kernels(progress: Callable[[int, int], None] | None = None) -> list[tuple[st
     plain = [
         (name, lambda module=module, name=name: getattr(module, name))
         for module, names in (
-            (elementwise, ("rms_norm", "head_norm", "rope", "gated_activation", "add", "copy_blocks")),
+            (elementwise, ("rms_norm", "head_norm", "rope", "gated_activation", "take_rows", "add", "copy_blocks")),
             (attention, ("attention_merge",)),
             (sampling, ("sample",)),
             (team, ("team_worker", "team_submit", "run_alone")),

@@ -108,6 +108,16 @@ def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
 
 
 @njit(KERNEL, **OPTIONS)
+def take_rows(op, chunk, _thread):  # type: ignore[no-untyped-def]
+    """Record: x, rows (int32), out, K. Chunk: a row of `out`."""
+    x, rows, out, n = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
+    x += load32(rows + 4 * chunk) * n * 4
+    out += chunk * n * 4
+    for i in range(n):
+        store_float(out + 4 * i, load_float(x + 4 * i))
+
+
+@njit(KERNEL, **OPTIONS)
 def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: x, y, elements a chunk, elements. x += y."""
     x, y, size, total = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)

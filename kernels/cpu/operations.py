@@ -162,6 +162,10 @@ class CpuOperations:
 
     # -- elementwise
 
+    def take_rows(self, x: Array, rows: Array, out: Array) -> None:
+        arguments = (_contiguous("x", x), _contiguous("rows", rows, np.int32), _contiguous("out", out), out.shape[1])
+        self.team.launch("take_rows", len(out), *arguments)
+
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
         (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
         residual_at = 0 if residual is None else _contiguous("residual", residual)
