@@ -66,11 +66,12 @@ $(VENV)/.made:
 	@touch $@
 
 $(INSTALLED): $(VENV)/.made pyproject.toml setup.py requirements-cpu.txt
-	$(INSTALL)
+	@echo "installing into $(VENV), $(if $(filter 1,$(GPU)),with CuPy,without CuPy: make GPU=1 would add it)"
+	@$(INSTALL)
 	@touch $@
 
 $(TESTABLE): $(INSTALLED)
-	$(BIN)/python -c 'import tomllib; \
+	@$(BIN)/python -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test"], sep="\n")' \
 	| $(PIP) install -r /dev/stdin
 	@touch $@
