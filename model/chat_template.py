@@ -25,7 +25,7 @@ from cupaged.errors import TemplateError
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-STEPS = 1_000_000
+STEPS = 300_000
 CHARS = 1 << 25
 SOURCE_CHARS = 1 << 20
 
