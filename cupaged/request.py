@@ -1,0 +1,172 @@
+"""A request and its sequences: tokens, block tables, text so far, and the states they pass through.
+
+    WAITING --schedule--> RUNNING --stop, length--> FINISHED
+       ^                    |  |
+       +----preempted-------+  +--abort--> ABORTED, a failing step--> ERROR
+
+FINISHED, ABORTED and ERROR are terminal; a request enters exactly one of them, once. What is refused never becomes a
+request: the caller gets an exception.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from cupaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, Usage
+from cupaged.sampling import SamplingParams
+from cupaged.stopping import StopMatcher
+
+if TYPE_CHECKING:
+    from cupaged.memory import SequenceTables
+    from cupaged.model.detokenizer import Detokenizer
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+    @property
+    def terminal(self) -> bool:
+        return self not in (RequestState.WAITING, RequestState.RUNNING)
+
+
+class TextStream:
+    """From token ids to the text that may be shown: detokenising, stop strings, nothing shown too early."""
+
+    def __init__(self, detokenizer: Detokenizer | None, params: SamplingParams) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self.text = ""
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """(new text to show, stop string completed by this token)."""
+        if self._detokenizer is None:
+            return "", None
+        return self._show(*self._matcher.push(self._detokenizer.push(token_id)))
+
+    def finish(self) -> tuple[str, str | None]:
+        """The tokens end here: what was held back. A stop string may still be completed by an unfinished character."""
+        if self._detokenizer is None or self._matcher.matched is not None:
+            return "", None
+        shown, matched = self._matcher.push(self._detokenizer.finish())
+        return self._show(shown + self._matcher.flush(), matched)
+
+    def _show(self, shown: str, matched: str | None) -> tuple[str, str | None]:
+        self.text += shown
+        return shown, matched
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One line of tokens of a request. `tables.num_tokens` of its tokens have their K/V stored.
+
+    `index` is the sample's number: with seed and position it keys the random stream.
+    """
+
+    request: Request
+    index: int
+    tokens: list[int]
+    stream: TextStream
+    tables: SequenceTables | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_computed(self) -> int:
+        return 0 if self.tables is None else self.tables.num_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose K/V are not stored yet: 1 while decoding, more while the prompt is computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.request.prompt_ids) :]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request. `max_total` is the length at which it ends with "length"; `stop_ids` end it with "stop"."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_total: int
+    stop_ids: frozenset[int]
+    arrival: int  # order of arrival, the scheduler's queue key
+    seed: int
+    state: RequestState = RequestState.WAITING
+    sequences: list[Sequence] = field(default_factory=list)
+    error: str | None = None
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    preemptions: int = 0
+
+    @property
+    def live_sequences(self) -> Iterable[Sequence]:
+        return (sequence for sequence in self.sequences if sequence.finish_reason is None)
+
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt_ids), sum(len(sequence.output_ids) for sequence in self.sequences))
+
+    def output(self) -> RequestOutput:
+        """The result as it stands."""
+        asked = self.params.logprobs is not None
+        outputs = [
+            CompletionOutput(
+                index=sequence.index,
+                text=sequence.stream.text,
+                token_ids=list(sequence.output_ids),
+                cumulative_logprob=sequence.cumulative_logprob if asked else None,
+                logprobs=list(sequence.logprobs) if asked else None,
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in self.sequences
+        ]
+        metrics = RequestMetrics(
+            self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time, self.preemptions
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            outputs=outputs,
+            usage=self.usage(),
+            metrics=metrics,
+            finished=self.state.terminal,
+            error=self.error,
+        )
+
+
+def make_request(
+    request_id: str,
+    prompt: str | None,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    max_total: int,
+    eos_ids: frozenset[int],
+    arrival: int,
+    make_detokenizer: Callable[[bool], Detokenizer] | None,
+) -> Request:
+    """A waiting request with its one sequence. Without a seed it gets a fresh one of 63 bits."""
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed)
+    detokenizer = None if make_detokenizer is None else make_detokenizer(params.skip_special_tokens)
+    request.sequences.append(Sequence(request, 0, list(prompt_ids), TextStream(detokenizer, params)))
+    return request
