@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
         except click.exceptions.Exit as done:
             return _flushed(done.exit_code)
         except (KeyboardInterrupt, click.Abort):
-            interrupt.announce()
+            interrupt.finish()
             return errors.INTERRUPTED
         except (errors.OutputClosedError, BrokenPipeError):
             _discard_output()

@@ -29,7 +29,7 @@ CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "av
 @click.option("--json", "as_object", is_flag=True, help="One JSON object.")
 @runtime.debug_option
 def info(weights: str | None, as_object: bool, **options: Any) -> int:
-    """Show versions, processor, GPU and cache folders; with --weights also the model and its memory plan.
+    """Show versions, processor, memory, GPU and folders; with --weights also the model and its memory plan.
 
     The memory plan says what a token of context takes, how many KV blocks there are, and how many tokens fit.
     """
@@ -52,13 +52,23 @@ def info(weights: str | None, as_object: bool, **options: Any) -> int:
 
 def system() -> dict[str, Any]:
     """Versions, processor, GPU and folders of this machine. Touches no GPU, and imports neither Numba nor CuPy."""
+    from cupaged.device.cpu import host_memory, processor_name, usable_processors
     from cupaged.kernels.cpu.library import cache_folders
+    from cupaged.model.source import cache_folder
 
+    total, available = host_memory()
     return {
         "versions": {"cupaged": cupaged.__version__, "python": platform.python_version(), **_package_versions()},
-        "cpu": _cpu(),
+        "cpu": {
+            "name": processor_name(),
+            "machine": platform.machine(),
+            "processors": os.cpu_count(),
+            "usable_processors": usable_processors(),
+            "features": _features(),
+        },
+        "memory": {"total_bytes": total, "available_bytes": available},
         "gpu": _gpu(),
-        "kernel_cache_folders": [str(folder) for folder in cache_folders()],
+        "folders": {"models": str(cache_folder()), "kernels": [str(folder) for folder in cache_folders()]},
     }
 
 
@@ -72,18 +82,10 @@ def _package_versions() -> dict[str, str]:
     return found
 
 
-def _cpu() -> dict[str, Any]:
-    text = _read(Path("/proc/cpuinfo"))  # elsewhere than on Linux: no model, no features
-    fields = dict(_pair(line) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "model": fields.get("model name") or platform.processor() or platform.machine(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "usable_cores": usable,
-        "features": [name for name in CPU_FEATURES if name in flags],
-    }
+def _features() -> list[str]:
+    """Which of CPU_FEATURES Linux names; elsewhere none, which says nothing about the processor."""
+    words = _read(Path("/proc/cpuinfo")).partition("\n\n")[0].split()
+    return [name for name in CPU_FEATURES if name in words]
 
 
 def _gpu() -> dict[str, Any]:

@@ -54,8 +54,16 @@ class Interrupt:
             self._watcher.join()
             self._reader.close()
 
-    def announce(self) -> None:
-        """Print the one line, unless it was printed already."""
+    def finish(self) -> None:
+        """The KeyboardInterrupt has arrived: print the one line and have further Ctrl-C do nothing.
+
+        The interpreter would give SIGINT its default action back while it shuts down, but leaves an ignored one alone.
+        """
+        if self._active:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._print_once()
+
+    def _print_once(self) -> None:
         if self._announced.acquire(blocking=False):
             os.write(2, MESSAGE.encode())
 
@@ -68,7 +76,7 @@ class Interrupt:
         if not self._next_signal(None):
             return
         self._next_signal(GRACE_SECONDS)  # time is up, or the user insists
-        self.announce()
+        self._print_once()
         os._exit(INTERRUPTED)
 
     def _next_signal(self, timeout: float | None) -> bool:

@@ -19,8 +19,9 @@ def test_without_a_model_the_machine_is_told(run: Run) -> None:
     facts = json.loads(out)
     assert (code, err) == (0, "")
     assert facts["versions"]["cupaged"] == "0.1.0" and facts["versions"]["numpy"] == np.__version__
-    assert 1 <= facts["cpu"]["usable_cores"] <= facts["cpu"]["cores"] == os.cpu_count()
-    assert facts["kernel_cache_folders"]
+    assert 1 <= facts["cpu"]["usable_processors"] <= facts["cpu"]["processors"] == os.cpu_count()
+    assert 0 < facts["memory"]["available_bytes"] <= facts["memory"]["total_bytes"]
+    assert facts["folders"]["models"] and facts["folders"]["kernels"]
     assert isinstance(facts["gpu"]["cards"], list)
 
 
