@@ -30,6 +30,7 @@ from cupaged.model.safetensors_file import open_folder
 from cupaged.model.weights import StoredWeight
 
 _COMPARED_ROWS = 4096
+_MAX_PROBLEMS = 200  # far above what a wrong model gives; a hostile file may hold a million strangers
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +210,12 @@ def _grouped(problems: list[str]) -> list[str]:
         else:
             key = (problem[: found.start(1)], problem[found.end(1) :])
             layers.setdefault(key, []).append(int(found[1]))
-    return [
+    lines = [
         before if not numbers else f"{before}{numbers[0] if len(numbers) == 1 else _ranges(numbers)}{after}"
         for (before, after), numbers in layers.items()
     ]
+    rest = len(lines) - _MAX_PROBLEMS
+    return lines if rest <= 0 else [*lines[:_MAX_PROBLEMS], f"and {rest} more"]
 
 
 def _ranges(numbers: list[int]) -> str:

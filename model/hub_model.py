@@ -56,6 +56,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),
     "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
     "use_parallel_residual": (False,),
 }
 
@@ -67,9 +68,9 @@ _WITHOUT_EFFECT = """
     chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id hidden_dropout id2label initializer_range is_decoder is_llama_config label2id length_penalty
-    max_length max_sequence_length max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups
-    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    max_length max_sequence_length max_window_layers min_length model_type neftune_noise_alpha no_repeat_ngram_size
+    num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id
+    prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
     typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
@@ -112,7 +113,7 @@ def hub_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None, 
         output_bias=output_bias,
         mlp_bias=_mlp_bias(values, family),
         qk_norm=family.qk_norm,
-        tied_head=values.flag("tie_word_embeddings", False),
+        tied_head=values.flag("tie_word_embeddings", False),  # the default of all these families
         bos_token_id=_bos(values, generation, where, family),
         eos_token_ids=_eos(values, generation, where, family),
     )

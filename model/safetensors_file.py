@@ -120,10 +120,11 @@ class SafetensorsFile:
         return header, 8 + length
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise self._fail(f"{quote(next(name for name in names if names.count(name) > 1))} occurs twice")
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise self._fail(f"{quote(name)} occurs twice")
+            found[name] = value
         return found
 
     def _metadata(self, value: Any) -> dict[str, str]:

