@@ -6,8 +6,9 @@ shape with the implementations.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,13 @@ def attend(
     return out
 
 
+def split(rows: np.ndarray, *shape: int) -> np.ndarray:
+    """`rows` (perhaps strided) in another shape, never a copy."""
+    view = rows.reshape(shape)
+    assert view.size == 0 or np.shares_memory(view, rows)
+    return view
+
+
 def poison(array: np.ndarray) -> None:
     """NaN in every slot."""
     array[:] = BFLOAT16_NAN if array.dtype == np.uint16 else np.nan
@@ -112,9 +120,14 @@ class Paged:
         scale, window = options.pop("scale", self.cache.head_dim**-0.5), options.pop("window", None)
         plan = self.ops.plan_attention(self.view, self.tables, starts, contexts, query.shape[1], window)
         assert plan.num_tokens == len(query)
-        out = np.full(query.shape, 777, np.float32)
+        count, heads, dim = query.shape
+        around = np.full((count + 2, heads * dim + 7), 777, np.float32)  # what lies around the rows must stay
+        out = split(around[1:-1, 3:-4], count, heads, dim)
         self.ops.paged_attention(query, self.view, self.layer, plan, out, scale, **options)
-        return out
+        result = out.copy()
+        out[...] = 777
+        assert (around == 777).all()
+        return result
 
     def expected(self, queries: Sequence[np.ndarray], **options: Any) -> np.ndarray:
         scale = options.pop("scale", self.cache.head_dim**-0.5)
@@ -168,6 +181,16 @@ def paged(
         ops.write_kv(keys[row], values[row], cache.view, layer, slots)
     wide_keys, wide_values = ([rounded(x, dtype) for x in part] for part in (keys, values))
     return Paged(ops, cache, layer, tables, list(contexts), wide_keys, wide_values)
+
+
+@contextlib.contextmanager
+def guarded(rows: int, cols: int) -> Iterator[np.ndarray]:
+    """A contiguous float32 output [rows, cols] full of NaN; what lies before and behind it must be left alone."""
+    around = np.full(rows * cols + 128, 777, np.float32)
+    out = split(around[64:-64], rows, cols)
+    out[...] = np.nan
+    yield out
+    assert (around[:64] == 777).all() and (around[-64:] == 777).all()
 
 
 def queries_for(counts: Sequence[int], heads: int, dim: int, seed: int = 99) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import paged, poison, queries_for
+from kernel_support import paged, poison, queries_for, split
 
 from cupaged.errors import KernelError
 from cupaged.kernels.interface import FORMAT_SHIFT, POOL_SHIFT
@@ -90,8 +90,7 @@ def test_query_and_out_rows_may_be_strided(ops: Any) -> None:
     wide[:, 100:356] = np.concatenate(queries).reshape(4, 256)
     wide_out = np.full((4, 300), 5, np.float32)
     plan = ops.plan_attention(setup.view, setup.tables, [0, 3, 4], [40, 9], 4)
-    query, out = wide[:, 100:356].reshape(4, 4, 64), wide_out[:, :256].reshape(4, 4, 64)
-    assert np.shares_memory(query, wide) and np.shares_memory(out, wide_out)
+    query, out = split(wide[:, 100:356], 4, 4, 64), split(wide_out[:, :256], 4, 4, 64)
     ops.paged_attention(query, setup.view, 1, plan, out, 0.125)
     assert np.array_equal(wide_out[:, :256].reshape(4, 4, 64), setup.run(queries))
     assert (wide_out[:, 256:] == 5).all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import NumpyDevice, attend, paged, poison, queries_for, rounded
+from kernel_support import NumpyDevice, attend, paged, poison, queries_for, rounded, split
 
 from cupaged.cache import PagedKVCache
 from cupaged.errors import KernelError
@@ -32,7 +32,7 @@ def test_write_kv_reaches_its_slots_and_no_other_byte(ops: Any, dtype: Any, layo
     expected = array.copy()
     rng = np.random.default_rng(0)
     wide = rng.standard_normal((5, 200), np.float32)
-    key, value = wide[:, 10:90].reshape(5, 2, 40, copy=False), wide[:, 110:190].reshape(5, 2, 40, copy=False)
+    key, value = split(wide[:, 10:90], 5, 2, 40), split(wide[:, 110:190], 5, 2, 40)
     slots = np.array([47, 0, -1, 13, 8], np.int64)
     ops.write_kv(key, value, cache.view, 1, slots)
     narrow = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfloat16": bfloat16.from_float32}

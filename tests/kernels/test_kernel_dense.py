@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import ArraySource, rounded
+from kernel_support import ArraySource, guarded, rounded, split
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -25,8 +25,8 @@ def test_matmul(ops: Any, count: int, rows: int, cols: int, dtype: str, with_bia
     assert (weight.rows, weight.cols, weight.dtype) == (rows, cols, dtype)
     assert weight.nbytes >= rows * cols * (4 if dtype == "float32" else 2)
     x, bias = normal(count, cols, seed=1), normal(rows, seed=2) if with_bias else None
-    out = np.full((count, rows), np.nan, np.float32)
-    ops.matmul(x, weight, out, bias)
+    with guarded(count, rows) as out:
+        ops.matmul(x, weight, out, bias)
     expected = x.astype(np.float64) @ rounded(source.array, dtype).T + (0 if bias is None else bias)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -47,8 +47,8 @@ def test_embed(ops: Any, dtype: str) -> None:
     source = ArraySource(normal(50, 33))
     table = ops.matrix(source, dtype)
     ids = np.array([49, 0, 7, 7, 1], np.int32)
-    out = np.full((5, 33), np.nan, np.float32)
-    ops.embed(ids, table, out)
+    with guarded(5, 33) as out:
+        ops.embed(ids, table, out)
     assert np.array_equal(out, rounded(source.array, dtype)[ids].astype(np.float32))
     ops.embed(ids, table, out, scale=6.5)
     np.testing.assert_allclose(out, rounded(source.array, dtype)[ids] * 6.5, rtol=1e-6)
@@ -70,8 +70,8 @@ def norm64(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
 def test_rms_norm(ops: Any, cols: int, eps: float) -> None:
     x, weight = normal(3, cols), normal(cols, seed=1)
-    out = np.full((3, cols), np.nan, np.float32)
-    ops.rms_norm(x, weight, eps, out)
+    with guarded(3, cols) as out:
+        ops.rms_norm(x, weight, eps, out)
     np.testing.assert_allclose(out, norm64(x, weight, eps), **CLOSE)
     in_place = x.copy()
     ops.rms_norm(in_place, weight, eps, in_place)
@@ -102,7 +102,7 @@ def test_head_norm_on_strided_rows(ops: Any, dim: int) -> None:
     wide, weight = normal(4, 3 * dim + 50), normal(dim, seed=1)
     expected = norm64(wide[:, 20 : 20 + 3 * dim].reshape(4, 3, dim), weight, 1e-6)
     rest = np.delete(wide, range(20, 20 + 3 * dim), axis=1)
-    ops.head_norm(wide[:, 20 : 20 + 3 * dim].reshape(4, 3, dim, copy=False), weight, 1e-6)
+    ops.head_norm(split(wide[:, 20 : 20 + 3 * dim], 4, 3, dim), weight, 1e-6)
     np.testing.assert_allclose(wide[:, 20 : 20 + 3 * dim].reshape(4, 3, dim), expected, **CLOSE)
     assert np.array_equal(np.delete(wide, range(20, 20 + 3 * dim), axis=1), rest)
 
@@ -114,7 +114,7 @@ def test_rope_rotates_half_split_pairs_of_strided_rows(ops: Any, dim: int, rotar
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     positions = np.array([39, 0, 7, 7, 3], np.int32)
     wide = normal(5, 2 * dim + 30)
-    x = wide[:, 10 : 10 + 2 * dim].reshape(5, 2, dim, copy=False)
+    x = split(wide[:, 10 : 10 + 2 * dim], 5, 2, dim)
     expected = x.astype(np.float64)
     for token, position in enumerate(positions):
         for i in range(half):
@@ -142,8 +142,8 @@ def activation64(x: float, name: str) -> float:
 def test_gated_activation(ops: Any, activation: Any, columns: int) -> None:
     gate_up = normal(4, 2 * columns) * 3
     gate_up[0, :columns] = np.resize([0.0, -100.0, 100.0, -1e4, 1e4, -1e-3, 1e-3, -20.0, 5.0, -5.0], columns)
-    out = np.full((4, columns), np.nan, np.float32)
-    ops.gated_activation(gate_up, activation, out)
+    with guarded(4, columns) as out:
+        ops.gated_activation(gate_up, activation, out)
     gate = np.vectorize(lambda x: activation64(float(x), activation), otypes=[float])(gate_up[:, :columns])
     np.testing.assert_allclose(out, gate * gate_up[:, columns:], rtol=1e-5, atol=3e-6)
 

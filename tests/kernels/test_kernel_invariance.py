@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kernel_support import ArraySource, paged, queries_for
 
+from cupaged.device import make_device
 from cupaged.kernels.interface import SampleRows
 
 # Around tiles of 64 and parts of 512; with them the first and last of everything.
@@ -137,6 +138,29 @@ def test_row_operations_do_not_depend_on_their_number(ops: Any) -> None:
     for part in (slice(0, 1), slice(7, 8), slice(3, 16), slice(19, 20), slice(5, 7)):
         for one, all_rows in zip(everything(part), whole, strict=True):
             assert np.array_equal(one, all_rows[part])
+
+
+def test_thread_count_does_not_change_bits() -> None:
+    """Of the CPU device: the same rows computed by 1, 2, 3 and 5 threads."""
+    rng = np.random.default_rng(6)
+    source = ArraySource(rng.standard_normal((300, 200), np.float32))
+    x, norm_weight = rng.standard_normal((130, 200), np.float32), rng.standard_normal(200).astype(np.float32)
+    queries = queries_for([150, 1, 1, 40], 6, 64)
+    results = []
+    for threads in (1, 2, 3, 5):
+        device = make_device("cpu", threads=threads)
+        try:
+            product, normed = np.empty((130, 300), np.float32), np.empty_like(x)
+            device.ops.matmul(x, device.ops.matrix(source, "bfloat16"), product)
+            device.ops.rms_norm(x, norm_weight, 1e-5, normed)
+            attended = paged(device.ops, [150, 1100, 1, 700], dtype="float16").run(queries, window=600)
+            ids = SampleRows([0.9] * 20, [0] * 20, [0.9] * 20, [0.0] * 20, [3] * 20, [0] * 20, list(range(20)))
+            results.append([product, normed, attended, np.array(device.ops.sample(product[:20].copy(), ids))])
+        finally:
+            device.close()
+    for other in results[1:]:
+        for one, first in zip(other, results[0], strict=True):
+            assert np.array_equal(one, first)
 
 
 def test_sampled_tokens_do_not_depend_on_company(ops: Any) -> None:

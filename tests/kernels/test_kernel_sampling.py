@@ -201,6 +201,12 @@ def test_Q03_tiny_temperatures_are_greedy_and_finite(ops: Any, temperature: floa
     assert tokens == np.argmax(logits, axis=1).tolist()
 
 
+def test_Q03_the_border_of_greedy(ops: Any) -> None:
+    """Below 1e-5 a tie is the lower id's; from there on it is drawn."""
+    assert set(draw(ops, [0.0, 2.0, 2.0], 60, temperature=9.9e-6).tolist()) == {1}
+    assert set(draw(ops, [0.0, 2.0, 2.0], 60, temperature=1e-5).tolist()) == {1, 2}
+
+
 @pytest.mark.parametrize("top_p", [0.5, 0.0, 1e-12, 0.9])
 def test_Q04_top_p_keeps_at_least_the_first_token(ops: Any, top_p: float) -> None:
     assert set(draw(ops, np.log([0.05, 0.9, 0.05]), 300, top_p=top_p).tolist()) == {1}

@@ -249,8 +249,12 @@ def test_face_lets_blocks_before_the_window_be_gone() -> None:
     arguments = attention_arguments()
     expected = paged_attention(**arguments, window=3)
     assert np.array_equal(paged_attention(**arguments | {"tables": [[-1, 1], [2, 3]]}, window=3), expected)
-    with pytest.raises(KernelError, match=r"tables\[0, 0\]"):
+    with pytest.raises(KernelError, match=r"tables\[0, 0\]: -1 is no plain block"):
         paged_attention(**arguments | {"tables": [[-1, 1], [2, 3]]}, window=5)
+    several = arguments | {"query": np.ones((4, 4, 8), np.float32), "query_lens": [3, 1]}  # the first sees 3, 4, 5
+    with pytest.raises(KernelError, match=r"tables\[0, 0\]: -1 is no plain block"):
+        paged_attention(**several | {"tables": [[-1, 1], [2, 3]]}, window=3)
+    assert np.isfinite(paged_attention(**several | {"tables": [[-1, 1], [2, 3]]}, window=2)).all()
 
 
 @pytest.mark.parametrize(
