@@ -69,11 +69,11 @@ _WITHOUT_EFFECT = """
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id hidden_dropout id2label initializer_range is_decoder is_llama_config label2id length_penalty
     max_length max_sequence_length max_window_layers min_length model_type neftune_noise_alpha no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id
-    prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
-    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores
+    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop
+    return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 
 
