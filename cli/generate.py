@@ -55,7 +55,7 @@ SAMPLING_OPTIONS = (
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
 @click.option("--logprobs", type=int, metavar="K", help="With --json: log-probabilities of the K likeliest tokens.")
-@click.option("--json", "as_objects", is_flag=True, help="A JSON object a line for each prompt, once all are done.")
+@click.option("--json", "as_objects", is_flag=True, help="A JSON object a line for each prompt.")
 @click.option("--stats", is_flag=True, help="Tokens, tokens/s, times and memory on standard error.")
 @runtime.debug_option
 def generate(
@@ -71,7 +71,7 @@ def generate(
 ) -> int:
     """Generate text from a prompt, or from many at once.
 
-    The text of one prompt is shown as it comes. Several are computed together and shown in order.
+    Text is shown as it comes. Several prompts are computed together and shown in order.
     """
     sampling = {name: options.pop(name) for name in SAMPLING_OPTIONS}
     if system is not None and not chat:
@@ -91,12 +91,7 @@ def generate(
         progress.clear()
         statistics.start()
         session = Session(llm, output, progress, statistics, chat, system)
-        if as_objects:
-            failed = session.show_objects(jobs)
-        elif len(jobs) == 1:
-            failed = session.show_stream(jobs[0])
-        else:
-            failed = session.show_texts(jobs)
+        failed = session.show_objects(jobs) if as_objects else session.show_texts(jobs)
         if stats:
             statistics.print()
         return 1 if failed else 0

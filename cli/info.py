@@ -66,7 +66,7 @@ def system() -> dict[str, Any]:
             "usable_processors": usable_processors(),
             "features": _features(),
         },
-        "memory": {"total_bytes": total, "available_bytes": available},
+        "host_memory": {"total_bytes": total, "available_bytes": available},
         "gpu": _gpu(),
         "folders": {"models": str(cache_folder()), "kernels": [str(folder) for folder in cache_folders()]},
     }

@@ -24,7 +24,7 @@ class Output:
         if sys.stdout is None:
             raise CupagedError("standard output is closed")
         self._stream = sys.stdout
-        self._at_line_start = True
+        self.at_line_start = True
         self.is_terminal = self._stream.isatty()
         encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower().replace("-", "")
         self._ascii_json = encoding != "utf8"
@@ -34,7 +34,7 @@ class Output:
     def write(self, text: str) -> None:
         if not text:
             return
-        self._at_line_start = text.endswith("\n")
+        self.at_line_start = text.endswith("\n")
         try:
             self._stream.write(text.translate(_VISIBLE_CONTROLS) if self.is_terminal else text)
             self._stream.flush()
@@ -45,7 +45,7 @@ class Output:
 
     def end_line(self) -> None:
         """Start a new line, unless the last character written was a line break."""
-        if not self._at_line_start:
+        if not self.at_line_start:
             self.write("\n")
 
     def json(self, value: Any, indent: int | None = None) -> None:
@@ -64,13 +64,13 @@ def finite(value: Any) -> Any:
     return value
 
 
-def as_json(index: int, output: RequestOutput) -> dict[str, Any]:
-    """The JSON object of one request. `index` counts the prompts from 0."""
+def as_json(index: int, prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
+    """The JSON object of one request. `index` counts the prompts from 0; of a chat, `prompt` is the user's message."""
     first = output.outputs[0]
     return {
         "index": index,
         "request_id": output.request_id,
-        "prompt": output.prompt,
+        "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": output.prompt_token_ids,
         "text": first.text,
         "token_ids": first.token_ids,

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from cupaged.cli.errors import note
 
 DELAY_SECONDS = 1.0
+TITLES = {"kernels": "compiling kernels, once for this processor", "weights": "loading weights"}
 
 
 class Event(Protocol):
-    """What LLM reports: `done` of `total` (None: unknown) `unit`s of a stage such as "loading weights"."""
+    """What LLM reports: `done` of `total` (None: unknown) `unit`s of a stage: a key of TITLES, or a line of its own."""
 
     @property
     def stage(self) -> str: ...
@@ -83,10 +84,10 @@ class Progress:
                 return  # it ended while the timer went off
             if self._is_terminal:
                 self._bar = _make_bar(event.unit)
-                self._task = self._bar.add_task(event.stage, total=event.total, completed=event.done)
+                self._task = self._bar.add_task(TITLES.get(stage, stage), total=event.total, completed=event.done)
                 self._bar.start()
             else:
-                note(f"{event.stage} ...")
+                note(f"{TITLES.get(stage, stage)} ...")
 
 
 def _make_bar(unit: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
 from cupaged.cli.errors import complain
@@ -11,10 +10,10 @@ from cupaged.cli.output import Output, as_json
 from cupaged.cli.progress import Progress
 from cupaged.cli.prompts import Prompt
 from cupaged.cli.statistics import Statistics
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, RequestError
 
 if TYPE_CHECKING:
-    from cupaged.llm import LLM
+    from cupaged.llm import LLM, PieceStream
     from cupaged.outputs import RequestOutput, StreamPiece
     from cupaged.sampling import SamplingParams
 
@@ -37,7 +36,11 @@ class Job:
 
 
 class Session:
-    """Shows the results of jobs. Each `show_` method returns how many of its requests ended with an error."""
+    """Shows the results of jobs in order, each as soon as it is there; all of them are computed together.
+
+    Each `show_` method returns how many requests ended with an error. What an interrupt leaves running, closing the
+    LLM ends.
+    """
 
     def __init__(
         self, llm: LLM, output: Output, progress: Progress, statistics: Statistics, chat: bool, system: str | None
@@ -49,62 +52,63 @@ class Session:
         self._chat = chat
         self._system = system
 
-    def show_stream(self, job: Job) -> int:
-        """The text of one prompt as it comes. When interrupted, what was shown stays and its line is ended."""
+    def show_texts(self, jobs: Sequence[Job]) -> int:
+        """Texts as they come; several stand under headings. An interrupted one keeps what was shown, its line ended."""
         failed = 0
-        shown_ids = 0
-        with closing(cast(Any, self._stream(job))) as pieces:  # closing it aborts the request
+        for index, stream in enumerate(self._start(jobs)):
+            if len(jobs) > 1:
+                self._output.write(self._heading(index, jobs))
             try:
-                for piece in pieces:
-                    self._progress.clear()
-                    self._statistics.add_piece(piece)
-                    if self._llm.tokenizer is not None:
-                        self._output.write(piece.text)
-                    elif piece.token_ids:
-                        self._output.write(("," if shown_ids else "") + _ids_text(piece.token_ids))
-                        shown_ids += len(piece.token_ids)
-                    if piece.finish_reason == "error":
-                        failed += 1
-                        complain(f"the request failed: {piece.stop_reason or 'no reason was given'}")
+                for piece, result in self._pieces(stream):
+                    self._output.write(self._text(piece))
+                    if result is not None:
+                        self._output.end_line()
+                        failed += self._complain_if_failed(index, jobs, result)
             finally:
                 self._output.end_line()
         return failed
 
-    def show_texts(self, jobs: Sequence[Job]) -> int:
-        """The texts of several prompts, each under a heading; the headings go where the texts go."""
-        failed = 0
-        for index, result in enumerate(self._results(jobs)):
-            text = result.text if self._llm.tokenizer is not None else _ids_text(result.token_ids)
-            self._output.write(f"{self._heading(index, jobs)}\n{text}")
-            self._output.end_line()
-            failed += self._complain_if_failed(index, jobs, result)
-        return failed
-
     def show_objects(self, jobs: Sequence[Job]) -> int:
-        """A JSON object a line, in the order of the prompts."""
+        """A JSON object a line."""
         failed = 0
-        for index, result in enumerate(self._results(jobs)):
-            self._output.json(as_json(index, result))
-            failed += self._complain_if_failed(index, jobs, result)
+        for index, stream in enumerate(self._start(jobs)):
+            for _, result in self._pieces(stream):
+                if result is not None:
+                    self._output.json(as_json(index, jobs[index].prompt.content, result))
+                    failed += self._complain_if_failed(index, jobs, result)
         return failed
 
-    def _results(self, jobs: Sequence[Job]) -> Iterator[RequestOutput]:
-        if self._chat:  # conversations one after the other: LLM.chat takes one
-            for job in jobs:
-                yield self._counted(self._llm.chat(self._messages(job), job.params))
-            return
-        results = self._llm.generate([job.prompt.content for job in jobs], [job.params for job in jobs])
-        yield from map(self._counted, results)
+    def _start(self, jobs: Sequence[Job]) -> list[PieceStream]:
+        """Queue all requests, so that they run together whichever is asked first. RequestError names the prompt."""
+        streams = []
+        for index, job in enumerate(jobs):
+            try:
+                if self._chat:
+                    streams.append(self._llm.chat_stream(self._messages(job), job.params))
+                else:
+                    streams.append(self._llm.stream(job.prompt.content, job.params))
+            except RequestError as error:
+                if len(jobs) == 1:
+                    raise
+                raise type(error)(f"{_place(index, jobs)}: {error}") from None
+        return streams
 
-    def _counted(self, result: RequestOutput) -> RequestOutput:
-        self._progress.clear()
-        self._statistics.add_result(result)
-        return result
+    def _pieces(self, stream: PieceStream) -> Iterator[tuple[StreamPiece, RequestOutput | None]]:
+        """The pieces of a stream, the last one with the whole result, which is gone once the stream ends."""
+        for piece in stream:
+            self._progress.clear()
+            result = None
+            if piece.usage is not None:
+                result = self._llm.engine.request(stream.request_id).output()
+                self._statistics.add(result)
+            yield piece, result
 
-    def _stream(self, job: Job) -> Iterator[StreamPiece]:
-        if self._chat:
-            return self._llm.chat_stream(self._messages(job), job.params)
-        return self._llm.stream(job.prompt.content, job.params)
+    def _text(self, piece: StreamPiece) -> str:
+        """The text, or the ids where the model has no tokenizer: a line of them, as --token-ids takes them."""
+        if self._llm.tokenizer is not None:
+            return piece.text
+        comma = "" if self._output.at_line_start or not piece.token_ids else ","
+        return comma + _ids_text(piece.token_ids)
 
     def _messages(self, job: Job) -> list[dict[str, str]]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -114,14 +118,19 @@ class Session:
         content = jobs[index].prompt.content
         text = " ".join(content.split()) if isinstance(content, str) else _ids_text(content)
         excerpt = text if len(text) <= EXCERPT else text[: EXCERPT - 3] + "..."
-        return f"{'' if index == 0 else chr(10)}=== {index + 1} of {len(jobs)}: {excerpt}"
+        gap = "\n" if index else ""
+        return f"{gap}=== {index + 1} of {len(jobs)}: {excerpt}\n"
 
     def _complain_if_failed(self, index: int, jobs: Sequence[Job], result: RequestOutput) -> bool:
         failed = result.finish_reason == "error"
         if failed:
-            place = "the request" if len(jobs) == 1 else f"prompt {index + 1} ({jobs[index].prompt.where})"
-            complain(f"{place} failed: {result.error or 'no reason was given'}")
+            where = "" if len(jobs) == 1 else f"{_place(index, jobs)}: "
+            complain(f"{where}{result.error or 'the request failed'}")
         return failed
+
+
+def _place(index: int, jobs: Sequence[Job]) -> str:
+    return f"prompt {index + 1} of {len(jobs)} ({jobs[index].prompt.where})"
 
 
 def _ids_text(ids: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cupaged.cli.errors import note
 
 if TYPE_CHECKING:
-    from cupaged.outputs import RequestOutput, StreamPiece, Usage
+    from cupaged.outputs import RequestOutput
 
 
 class Statistics:
@@ -24,17 +24,13 @@ class Statistics:
     def start(self) -> None:
         self._started = time.monotonic()
 
-    def add_piece(self, piece: StreamPiece) -> None:
-        if piece.token_ids and not self._first_tokens:
-            self._first_tokens.append(time.monotonic() - self._started)
-        if piece.usage is not None:
-            self._add_usage(piece.usage)
-
-    def add_result(self, result: RequestOutput) -> None:
+    def add(self, result: RequestOutput) -> None:
         first = result.metrics.first_token_time
         if first is not None:
             self._first_tokens.append(first - result.metrics.arrival_time)
-        self._add_usage(result.usage)
+        self._prompt += result.usage.prompt_tokens
+        self._cached += result.usage.cached_tokens
+        self._completion += result.usage.completion_tokens
 
     def print(self) -> None:
         """Two lines on stderr. tokens/s counts generated tokens over all the time since the model was loaded."""
@@ -49,11 +45,6 @@ class Statistics:
         peak = peak_memory()
         memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
         note(f"model loaded in {self._started - self._made:.2f} s{memory}")
-
-    def _add_usage(self, usage: Usage) -> None:
-        self._prompt += usage.prompt_tokens
-        self._cached += usage.cached_tokens
-        self._completion += usage.completion_tokens
 
 
 def peak_memory() -> int | None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cupaged.errors import ModelFileError, RequestError
 from cupaged.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamPiece, Usage
@@ -31,31 +31,49 @@ def stuck_in_compiled_code() -> None:
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 30_000_000)
 
 
+@dataclass
+class Stream:
+    request_id: str
+    pieces: Iterator[StreamPiece]
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        return self.pieces
+
+
+@dataclass
+class FakeRequest:
+    result: RequestOutput
+
+    def output(self) -> RequestOutput:
+        return self.result
+
+
 class FakeLLM:
     """Answers every prompt with the first max_tokens of WORDS, over and over."""
 
     closed = 0
+    params: ClassVar[list[Any]] = []  # of all requests of all models
 
     def __init__(self, weights: str, progress: Any, **options: Any) -> None:
         self.mode = weights.partition(":")[2]
         self.options = options
-        self.prompts: list[Any] = []
+        self.results: dict[str, RequestOutput] = {}
         self.tokenizer = None if self.mode == "ids" else object()
         if self.mode == "missing":
             raise ModelFileError("no such folder: nowhere\n(looked for config.json)")
         if self.mode == "bug":
             raise TypeError("'NoneType' object is not subscriptable")
         if self.mode == "slow-load":
-            progress(Event("loading weights", 1, 4))
+            progress(Event("weights", 1, 4))
             print("loading", file=sys.stderr, flush=True)
             time.sleep(60)
         if self.mode == "stuck-load":
             print("loading", file=sys.stderr, flush=True)
             stuck_in_compiled_code()
         if self.mode == "staged":
-            progress(Event("loading weights", 1, 4))
+            progress(Event("weights", 1, 4))
             time.sleep(1.4)
-            progress(Event("loading weights", 4, 4))
+            progress(Event("weights", 4, 4))
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -71,35 +89,34 @@ class FakeLLM:
     def info(self) -> dict[str, Any]:
         return {"memory": {"kv_bytes_per_token": 46080, "num_blocks": 10, "kv_memory_bytes": 3 * 2**20}, **self.options}
 
-    def generate(self, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:
-        self.prompts = prompts
-        return [self._result(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
-
-    def stream(self, prompt: Any, params: Any) -> Iterator[StreamPiece]:
+    def stream(self, prompt: Any, params: Any) -> Stream:
         if prompt == "":
             raise RequestError("the prompt is empty: at least one token is needed")
-        result = self._result(0, prompt, params)
-        last = len(result.token_ids) - 1
+        result = self._result(len(self.results), prompt, params)
+        self.results[result.request_id] = result
+        self.params.append(params)
+        return Stream(result.request_id, self._pieces(result))
+
+    def chat_stream(self, messages: list[dict[str, str]], params: Any) -> Stream:
+        stream = self.stream("chat", params)
+        stream.pieces = iter([StreamPiece(stream.request_id, 0, repr(messages), [1], None, "stop", 0, Usage(3, 1))])
+        return stream
+
+    @property
+    def engine(self) -> FakeLLM:
+        return self
+
+    def request(self, request_id: str) -> FakeRequest:
+        return FakeRequest(self.results[request_id])
+
+    def _pieces(self, result: RequestOutput) -> Iterator[StreamPiece]:
         for index, token in enumerate(result.token_ids):
-            if index == 3:
-                if self.mode == "slow-decode":
-                    time.sleep(60)
-                if self.mode == "stuck-decode":
-                    stuck_in_compiled_code()
-            if index == 2 and self.mode == "failing":
-                yield StreamPiece("r0", 0, "", [], None, "error", usage=result.usage)
-                return
-            text = WORDS[token]
-            if index < last:
-                yield StreamPiece("r0", 0, text, [token])
-            else:
-                yield StreamPiece("r0", 0, text, [token], None, "length", None, result.usage)
-
-    def chat(self, messages: list[dict[str, str]], params: Any) -> RequestOutput:
-        return self._result(0, repr(messages), params)
-
-    def chat_stream(self, messages: list[dict[str, str]], params: Any) -> Iterator[StreamPiece]:
-        yield StreamPiece("r0", 0, repr(messages), [1], None, "stop", 0, Usage(3, 1))
+            if index == 3 and self.mode == "slow-decode":
+                time.sleep(60)
+            if index == 3 and self.mode == "stuck-decode":
+                stuck_in_compiled_code()
+            yield StreamPiece(result.request_id, 0, WORDS[token], [token])
+        yield StreamPiece(result.request_id, 0, "", [], None, result.finish_reason, None, result.usage)
 
     def _result(self, index: int, prompt: Any, params: Any) -> RequestOutput:
         ids = [i % len(WORDS) for i in range(params.max_tokens)]

@@ -3,12 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_llm import FakeLLM
-
-from cupaged.outputs import RequestOutput
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,23 +55,26 @@ def test_chat_puts_prompts_into_messages(run: Run) -> None:
     _, out, _ = run("generate", "-w", "fake", "--chat", "--system", "be brief", "-p", "hi")
     assert out == "[{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'hi'}]\n"
     _, out, _ = run("generate", "-w", "fake", "--chat", "-p", "hi", "-p", "ho", "--json", "-n", "1")
-    assert [json.loads(line)["prompt"] for line in out.splitlines()] == [
-        "[{'role': 'user', 'content': 'hi'}]",
-        "[{'role': 'user', 'content': 'ho'}]",
-    ]
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["hi", "ho"]
 
 
 def test_a_failed_request_is_told_and_the_others_are_shown(run: Run) -> None:
     code, out, err = run("generate", "-w", "fake:failing", "-p", "a", "-p", "b", "-p", "c", "-n", "1", "--json")
     assert code == 1
     assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["length", "error", "length"]
-    assert err == "cupaged: error: prompt 2 (--prompt) failed: step 5: logits are not finite\n"
+    assert err == "cupaged: error: prompt 2 of 3 (--prompt): step 5: logits are not finite\n"
 
 
 def test_a_failed_stream_keeps_its_text_and_exits_with_1(run: Run) -> None:
-    code, out, err = run("generate", "-w", "fake:failing", "-p", "a", "-n", "8")
-    assert (code, out) == (1, " one two\n")
-    assert err == "cupaged: error: the request failed: no reason was given\n"
+    code, out, err = run("generate", "-w", "fake:failing", "-p", "a", "-p", "b", "-n", "2")
+    assert (code, out) == (1, "=== 1 of 2: a\n one two\n\n=== 2 of 2: b\n one two\n")
+    assert err == "cupaged: error: prompt 2 of 2 (--prompt): step 5: logits are not finite\n"
+
+
+def test_S05_an_empty_prompt_among_others_is_named_before_anything_runs(run: Run) -> None:
+    code, out, err = run("generate", "-w", "fake", "-p", "a", "-p", "", "--token-ids", "1")
+    assert (code, out) == (2, "")
+    assert err == "cupaged: error: prompt 2 of 3 (--prompt): the prompt is empty: at least one token is needed\n"
 
 
 def test_stats_are_two_lines_on_stderr(run: Run) -> None:
@@ -97,20 +97,13 @@ def test_options_reach_the_model(run: Run) -> None:
 
 
 def test_sampling_options_reach_the_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    plain = FakeLLM.generate
-
-    def spy(self: FakeLLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:
-        seen.extend(params)
-        return plain(self, prompts, params)
-
-    monkeypatch.setattr(FakeLLM, "generate", spy)
+    monkeypatch.setattr(FakeLLM, "params", [])
     run("generate", "-w", "fake", "-p", "a", "--json", "-n", "2")
     run(
         "generate", "-w", "fake", "-p", "a", "--json", "-n", "5", "-t", "0.5", "--top-k", "3", "--top-p", "0.9",
         "--min-p", "0.1", "--seed", "7", "--stop", "x", "--stop", "y", "--ignore-eos", "--logprobs", "2",
     )  # fmt: skip
-    default, given = seen
+    default, given = FakeLLM.params
     assert default.greedy and default.stop_strings == () and default.logprobs is None
     assert (given.max_tokens, given.temperature, given.top_k, given.top_p, given.min_p) == (5, 0.5, 3, 0.9, 0.1)
     assert (given.seed, given.stop_strings, given.ignore_eos, given.logprobs) == (7, ("x", "y"), True, 2)

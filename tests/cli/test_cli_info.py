@@ -20,7 +20,7 @@ def test_without_a_model_the_machine_is_told(run: Run) -> None:
     assert (code, err) == (0, "")
     assert facts["versions"]["cupaged"] == "0.1.0" and facts["versions"]["numpy"] == np.__version__
     assert 1 <= facts["cpu"]["usable_processors"] <= facts["cpu"]["processors"] == os.cpu_count()
-    assert 0 < facts["memory"]["available_bytes"] <= facts["memory"]["total_bytes"]
+    assert 0 < facts["host_memory"]["available_bytes"] <= facts["host_memory"]["total_bytes"]
     assert facts["folders"]["models"] and facts["folders"]["kernels"]
     assert isinstance(facts["gpu"]["cards"], list)
 
