@@ -36,11 +36,11 @@ class CpuCapture:
     """A recorded operation list; `replay` runs it in a few native calls, with nothing of Python in between."""
 
     def __init__(self, team: Team) -> None:
-        self._team = team
+        self.team = team
         self.records = Records()
 
     def replay(self) -> None:
-        self._team.run_records(self.records, _SLICE)
+        self.team.run_records(self.records, _SLICE)
 
 
 class CpuDevice(Device):
@@ -55,8 +55,8 @@ class CpuDevice(Device):
         if isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 1 <= self.threads <= MAX_THREADS:
             raise OptionError(f"threads: {threads!r} is not a whole number in 1..{MAX_THREADS}")
         self.name = processor_name()
-        self._team = Team(load_library(progress), self.threads)
-        self._ops = CpuOperations(self._team)
+        self.team = Team(load_library(progress), self.threads)
+        self._ops = CpuOperations(self.team)
 
     @property
     def ops(self) -> Operations:
@@ -85,19 +85,19 @@ class CpuDevice(Device):
 
     @contextmanager
     def capture(self) -> Iterator[CpuCapture]:
-        captured = CpuCapture(self._team)
-        self._team.begin_capture()
+        captured = CpuCapture(self.team)
+        self.team.begin_capture()
         try:
             yield captured
         finally:
-            captured.records = self._team.end_capture()
+            captured.records = self.team.end_capture()
             self._ops.keep_alive(captured.records)
 
     def memory(self) -> MemoryInfo:
         return MemoryInfo(*host_memory())
 
     def close(self) -> None:
-        self._team.close()
+        self.team.close()
 
 
 def usable_processors() -> int:

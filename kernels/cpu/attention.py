@@ -6,8 +6,9 @@ log-sum-exp (Dao 2023, Flash-Decoding). A work item is up to 48 query rows (toke
 a decode step of one long sequence spreads over threads by parts, a prompt by rows. What a row computes depends on its
 position alone: tiles outside its mask change no bit, whoever shares the item.
 
-A tile is first gathered from its blocks into float32 scratch, K as [head_dim][64] and V as panels [64 tokens][64 dims]:
-the one place that knows block size, dtype, strides and pools. Scores and P.V are then the tile kernels of gemm.py.
+A tile is first gathered from its blocks into float32 scratch, K as [head_dim][64] and V as panels [64 tokens][64 dims],
+and scores and P.V are then the tile kernels of gemm.py. A single query (decode) reads blocks where they lie instead, if
+they hold whole vectors: the same sums, without the way through scratch.
 
 Bytes: every K/V element of the context is read once per work item; operations 4 * head_dim a key and query head. Decode
 is bound by memory (roof: read bandwidth), prefill by multiply-adds. Measured figures: bench/kernels.py.
@@ -17,168 +18,69 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
-from cupaged.kernels.cpu.emit import (
-    F32,
-    VF,
-    VI,
-    Emitter,
-    as_float,
-    like,
-    load32,
-    load64,
-    load_float,
-    primitive,
-    store_float,
+from cupaged.kernels.cpu.attention_tiles import (
+    GROUPS,
+    NEGATIVE,
+    ONE_BITS,
+    direct_scores,
+    direct_values,
+    gather_k,
+    gather_v,
+    is_nan,
+    scale_row,
+    softmax_row,
+    sum_lanes,
+    zero_scores,
 )
+from cupaged.kernels.cpu.emit import as_float, load32, load64, load_float, store64, store_float
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS, row_tiles
-from cupaged.kernels.cpu.vector_math import LOG2E, exp2, exp2_float, tanh
+from cupaged.kernels.cpu.vector_math import LOG2E, exp2_float
 from cupaged.kernels.interface import FRAME_MASK, PART, POOL_MASK, POOL_SHIFT, TILE
 
-NEGATIVE = -3e38  # the maximum of no score at all; finite, so that differences of maxima never are NaN
-ONE_BITS = 0x3F800000  # 1.0 as float32
-
-# A field of the operation record as its byte offset; the record is written by operations.py.
+# A field of the operation record, 8 bytes each from offset 16; the record is written by operations.py.
 FIELDS = (
     "items", "num_kv_heads", "query", "query_stride", "group", "head_dim", "states", "scratch", "scratch_bytes",
     "tables", "table_stride", "pool0", "pool1", "pool2", "pool3", "block_size", "block_stride", "layer_offset",
     "kv_stride", "head_stride", "scale", "soft_cap", "k_row", "k_column", "window", "max_rows",
 )  # fmt: skip
 ITEM_BYTES = 64  # first token, tokens, position of the first, sequence, part, address of its tokens' state offsets
+_OFFSET = {name: 16 + 8 * i for i, name in enumerate(FIELDS)}
+(_items, _heads, _query, _query_stride, _group, _dim, _states, _scratch, _scratch_bytes, _tables, _table_stride,
+ _pool, _pool1, _pool2, _pool3, _block_size, _block_stride, _layer, _kv, _head, _scale, _cap, _k_row, _k_column,
+ _window, _max_rows) = (_OFFSET[name] for name in FIELDS)  # fmt: skip
 
 
-@primitive(6, types.int64)
-def softmax_row(e: Emitter, scores: Any, first: Any, last: Any, maximum: Any, sums: Any, soft_cap: Any) -> Any:
-    """Scores of a row's tile -> weights in place, tokens first..last-1 visible; updates maximum and sums (by lane).
-
-    Returns the bits of the factor by which earlier results shrink. Invisible tokens get weight 0; a tile with none
-    visible leaves everything as it was, bit for bit. NaN scores give NaN weights. With a soft cap (bits, 0: none)
-    scores arrive in natural units and become cap * tanh(s / cap) * log2(e) before the mask.
-    """
-    b = e.b
-    vectors, masks = [], []
-    cap_bits = b.trunc(soft_cap, ir.IntType(32))
-    capped = b.icmp_signed("!=", cap_bits, ir.Constant(ir.IntType(32), 0))
-    lo, hi = (e.splat(b.trunc(x, ir.IntType(32))) for x in (first, last))
-    for j in range(TILE // 16):
-        lane = ir.Constant(VI, list(range(16 * j, 16 * j + 16)))
-        masks.append(b.and_(b.icmp_signed(">=", lane, lo), b.icmp_signed("<", lane, hi)))
-        vectors.append(e.load_as_float(e.add(scores, 64 * j), "float32"))
-    before = b.block
-    with b.if_then(capped):
-        cap = e.splat(b.bitcast(cap_bits, F32))
-        soft = [b.fmul(b.fmul(cap, tanh(e, b.fdiv(v, cap))), like(VF, LOG2E)) for v in vectors]
-        inside = b.block
-    chosen = []
-    for v, s in zip(vectors, soft, strict=True):
-        phi = b.phi(VF)
-        phi.add_incoming(v, before)
-        phi.add_incoming(s, inside)
-        chosen.append(phi)
-    shown = [b.select(m, v, like(VF, NEGATIVE)) for m, v in zip(masks, chosen, strict=True)]
-    old = e.load_as_float(maximum, "float32")
-    top = e.maximum(e.maximum(shown[0], shown[1]), e.maximum(shown[2], shown[3]))
-    top = e.maximum(e.reduce(top, e.maximum), old)
-    shrink = exp2(e, b.fsub(old, top))
-    total = b.fmul(e.load_as_float(sums, "float32"), shrink)
-    for j, (mask, s) in enumerate(zip(masks, shown, strict=True)):
-        some = b.and_(mask, b.fcmp_unordered(">", s, like(VF, float("-inf"))))
-        weight = b.select(some, exp2(e, b.fsub(s, top)), e.zero())
-        total = b.fadd(total, weight)
-        e.store(weight, e.add(scores, 64 * j), 4)
-    e.store(total, sums, 4)
-    e.store(top, maximum, 4)
-    return b.zext(b.bitcast(e.first(shrink), ir.IntType(32)), ir.IntType(64))
-
-
-@primitive(3)
-def scale_row(e: Emitter, row: Any, vectors: Any, factor: Any) -> None:
-    """row *= factor (bits), 16 floats a vector."""
-    f = e.splat(e.b.bitcast(e.b.trunc(factor, ir.IntType(32)), F32))
-
-    def body(i: Any, _: list[Any]) -> list[Any]:
-        a = e.add(row, e.mul(i, 64))
-        e.store(e.b.fmul(e.load_as_float(a, "float32"), f), a, 4)
-        return []
-
-    e.loop(vectors, [], body)
-
-
-@primitive(1, types.float32)
-def sum_lanes(e: Emitter, address: Any) -> Any:
-    return e.first(e.reduce(e.load_as_float(address, "float32"), e.b.fadd))
-
-
-def gather_k(kind: str, lanes: int) -> Any:
-    """`lanes` tokens of K (transposed in the block) into the tile: rows of dims; prefetches the next tile's block."""
-
-    @primitive(5)
-    def kernel(e: Emitter, source: Any, row_bytes: Any, tile: Any, dims: Any, ahead: Any) -> None:
-        def body(d: Any, _: list[Any]) -> list[Any]:
-            offset = e.mul(d, row_bytes)
-            e.prefetch(e.add(ahead, offset))
-            value = e.load_as_float(e.add(source, offset), kind, lanes)
-            e.store(value, e.add(tile, e.mul(d, TILE * 4)), 4)
-            return []
-
-        e.loop(dims, [], body)
-
-    return kernel
-
-
-def gather_v(kind: str, size: int) -> Any:
-    """One token's V, whole vectors of 16 dims, into the tile's panels; returns NaN if any is not finite, else 0."""
-
-    @primitive(5, types.float32)
-    def kernel(e: Emitter, source: Any, tile: Any, vectors: Any, panel_bytes: Any, ahead: Any) -> Any:
-        def body(i: Any, state: list[Any]) -> list[Any]:
-            e.prefetch(e.add(ahead, e.mul(i, 16 * size)))
-            value = e.load_as_float(e.add(source, e.mul(i, 16 * size)), kind)
-            panel = e.mul(e.b.ashr(i, e.const(2)), panel_bytes)
-            e.store(value, e.add(e.add(tile, panel), e.mul(e.b.and_(i, e.const(3)), 64)), 4)
-            return [e.fma(value, e.zero(), state[0])]
-
-        (check,) = e.loop(vectors, [e.zero()], body)
-        return e.first(e.reduce(check, e.b.fadd))
-
-    return kernel
-
-
-@primitive(1, types.int64, [types.float32])
-def is_nan(e: Emitter, x: Any) -> Any:
-    return e.b.zext(e.b.fcmp_unordered("uno", x, x), ir.IntType(64))
-
-
-def attention_parts(kind: str) -> Any:
-    """The operation that computes partial results: a chunk is a work item by a KV head."""
-    size = {"float32": 4, "float16": 2, "bfloat16": 2}[kind]
-    load_one = {"float32": emit.load_float, "float16": emit.load_half, "bfloat16": emit.load_bfloat}[kind]
-    k16, k8, v16 = gather_k(kind, 16), gather_k(kind, 8), gather_v(kind, size)
-    tiles = row_tiles("float32")
-    o = {name: 16 + 8 * i for i, name in enumerate(FIELDS)}
-    (items_, heads_, query_, query_stride_, group_, dim_, states_, scratch_, scratch_bytes_, tables_, table_stride_,
-     pool_, _p1, _p2, _p3, block_size_, block_stride_, layer_, kv_, head_, scale_, cap_, k_row_, k_column_,
-     window_, max_rows_) = (o[name] for name in FIELDS)  # fmt: skip
+def block_addresses(size: int) -> Any:
+    """Address of a layer's and head's K in a block of the table, wherever the block lives."""
 
     @njit(types.int64(types.int64, types.int64, types.int64, types.int64), **OPTIONS)
     def block_address(op, table, block, head):  # type: ignore[no-untyped-def]
-        """Address of layer and head of a block of the table, wherever it lives."""
         reference = load32(table + 4 * block)
-        base = load64(op + pool_ + 8 * ((reference >> POOL_SHIFT) & POOL_MASK))
+        base = load64(op + _pool + 8 * ((reference >> POOL_SHIFT) & POOL_MASK))
         frame = reference & FRAME_MASK
-        return base + (frame * load64(op + block_stride_) + load64(op + layer_) + head * load64(op + head_)) * size
+        return base + (frame * load64(op + _block_stride) + load64(op + _layer) + head * load64(op + _head)) * size
+
+    return block_address
+
+
+def tile_loader(kind: str, size: int, block_address: Any) -> Any:
+    """Gather tokens first..last-1 of the tile at `start` into scratch. 1 if a V among them is not finite."""
+    load_one = {"float32": emit.load_float, "float16": emit.load_half, "bfloat16": emit.load_bfloat}[kind]
+    k16, k8, v16 = gather_k(kind, 16), gather_k(kind, 8), gather_v(kind, size)
 
     @njit(types.int64(*[types.int64] * 8), **OPTIONS)
     def load_tile(op, table, head, start, first, last, k_tile, v_tile):  # type: ignore[no-untyped-def]
-        """Tokens first..last-1 of the tile at `start` into scratch. 1 if a V is not finite."""
-        block_size, dim = load64(op + block_size_), load64(op + dim_)
-        k_row, k_column, kv = load64(op + k_row_), load64(op + k_column_), load64(op + kv_) * size
+        block_size, dim = load64(op + _block_size), load64(op + _dim)
+        k_row, k_column, kv = load64(op + _k_row), load64(op + _k_column), load64(op + _kv) * size
         wide = (dim + TILE - 1) // TILE * TILE
         panel_bytes = TILE * TILE * 4
         vectors = dim // 16
+        check = v_tile + TILE * wide * 4
+        for i in range(16):
+            store_float(check + 4 * i, types.float32(0.0))
         bad = types.float32(0.0)
         token = first
         while token < last:
@@ -193,50 +95,129 @@ def attention_parts(kind: str) -> Any:
             at = 0
             if k_column == 1:
                 while at < run and whole - at >= 16 and room - at >= 16:
-                    k16(k + at * size, k_row * size, k_tile + (column + at) * 4, dim, k + at * size + kv)
+                    k16(k + at * size, k_row * size, k_tile + (column + at) * 4, dim)
                     at += 16
                 while at < run and whole - at >= 8 and room - at >= 8:
-                    k8(k + at * size, k_row * size, k_tile + (column + at) * 4, dim, k + at * size + kv)
+                    k8(k + at * size, k_row * size, k_tile + (column + at) * 4, dim)
                     at += 8
             for t in range(at, run):
                 for d in range(dim):
                     store_float(k_tile + (d * TILE + column + t) * 4, load_one(k + (d * k_row + t * k_column) * size))
             v = base + kv + offset * dim * size
-            for t in range(run):
-                target = v_tile + (column + t) * TILE * 4
-                source = v + t * dim * size
-                bad += v16(source, target, vectors, panel_bytes, source + block_size * dim * size)
-                for d in range(vectors * 16, dim):
-                    x = load_one(source + d * size)
-                    store_float(target + (d // TILE) * panel_bytes + (d % TILE) * 4, x)
-                    bad += x * types.float32(0.0)
-                for d in range(dim, wide):
-                    store_float(target + (d // TILE) * panel_bytes + (d % TILE) * 4, types.float32(0.0))
+            v16(v, dim * size, run, v_tile + column * TILE * 4, vectors, panel_bytes, check)
+            if vectors * 16 < wide:
+                for t in range(run):
+                    target = v_tile + (column + t) * TILE * 4
+                    for d in range(vectors * 16, dim):
+                        x = load_one(v + (t * dim + d) * size)
+                        store_float(target + (d // TILE) * panel_bytes + (d % TILE) * 4, x)
+                        bad += x * types.float32(0.0)
+                    for d in range(dim, wide):
+                        store_float(target + (d // TILE) * panel_bytes + (d % TILE) * 4, types.float32(0.0))
             token += run
-        return is_nan(bad)
+        return is_nan(bad + sum_lanes(check))
+
+    return load_tile
+
+
+def direct_tile(kind: str, size: int, block_address: Any) -> Any:
+    """(find, scores, values) of a tile read in place, for any number of rows of one query."""
+    s1, s2, s3, s4 = (direct_scores(rows, kind, size) for rows in (1, 2, 3, 4))
+    v1, v2, v3, v4 = (direct_values(rows, 4, kind, size) for rows in (1, 2, 3, 4))
+    n1, n4 = direct_values(1, 1, kind, size), direct_values(4, 1, kind, size)
+
+    @njit(types.void(*[types.int64] * 7), **OPTIONS)
+    def find(op, table, head, start, first, last, pointers):  # type: ignore[no-untyped-def]
+        """Addresses of the tile's four groups of 16 tokens, K and V; of a group without a token, another's."""
+        block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
+        for j in range(GROUPS):
+            token = min(max(start + 16 * j, first // 16 * 16), (last - 1) // 16 * 16)
+            base = block_address(op, table, token // block_size, head)
+            offset = token % block_size
+            store64(pointers + 8 * j, base + offset * size)
+            store64(pointers + 8 * (GROUPS + j), base + kv + offset * dim * size)
+
+    @njit(types.void(*[types.int64] * 6), **OPTIONS)
+    def scores(pointers, row_bytes, dim, q, rows, out):  # type: ignore[no-untyped-def]
+        r = 0
+        while r < rows:
+            qa = q + r * dim * 4
+            oa = out + r * TILE * 4
+            left = rows - r
+            if left >= 4:
+                s4(pointers, row_bytes, dim, qa, dim * 4, oa)
+                r += 4
+            elif left == 3:
+                s3(pointers, row_bytes, dim, qa, dim * 4, oa)
+                r += 3
+            elif left == 2:
+                s2(pointers, row_bytes, dim, qa, dim * 4, oa)
+                r += 2
+            else:
+                s1(pointers, row_bytes, dim, qa, dim * 4, oa)
+                r += 1
+
+    @njit(types.void(*[types.int64] * 9), **OPTIONS)
+    def values(pointers, ahead, begin, end, dim, weights, acc, wide, rows):  # type: ignore[no-untyped-def]
+        token = dim * size
+        stride = wide * 4
+        r = 0
+        while r < rows:
+            left = rows - r
+            w = weights + r * TILE * 4
+            step = min(left, 4)
+            for d in range(0, dim // TILE * TILE, TILE):
+                a = acc + r * stride + d * 4
+                if step == 4:
+                    v4(pointers, ahead, begin, end, token, d * size, w, a, stride)
+                elif step == 3:
+                    v3(pointers, ahead, begin, end, token, d * size, w, a, stride)
+                elif step == 2:
+                    v2(pointers, ahead, begin, end, token, d * size, w, a, stride)
+                else:
+                    v1(pointers, ahead, begin, end, token, d * size, w, a, stride)
+            for d in range(dim // TILE * TILE, dim, 16):
+                a = acc + r * stride + d * 4
+                if step == 4:
+                    n4(pointers, ahead, begin, end, token, d * size, w, a, stride)
+                else:
+                    for i in range(step):
+                        n1(pointers, ahead, begin, end, token, d * size, w + i * TILE * 4, a + i * stride, stride)
+            r += step
+
+    return find, scores, values
+
+
+def attention_parts(kind: str) -> Any:
+    """The operation that computes partial results: a chunk is a work item by a KV head."""
+    size = {"float32": 4, "float16": 2, "bfloat16": 2}[kind]
+    block_address = block_addresses(size)
+    load_tile = tile_loader(kind, size, block_address)
+    find, scores_in_place, values_in_place = direct_tile(kind, size, block_address)
+    tiles = row_tiles("float32")
 
     @njit(KERNEL, **OPTIONS)
     def parts_kernel(op, chunk, thread):  # type: ignore[no-untyped-def]
-        kv_heads = load64(op + heads_)
-        item = load64(op + items_) + (chunk // kv_heads) * ITEM_BYTES
+        kv_heads = load64(op + _heads)
+        item = load64(op + _items) + (chunk // kv_heads) * ITEM_BYTES
         head = chunk % kv_heads
         token0, tokens, position0 = load64(item), load64(item + 8), load64(item + 16)
         sequence, part, offsets = load64(item + 24), load64(item + 32), load64(item + 40)
-        group, dim, window = load64(op + group_), load64(op + dim_), load64(op + window_)
-        soft_cap = load64(op + cap_)
+        group, dim, window = load64(op + _group), load64(op + _dim), load64(op + _window)
+        soft_cap = load64(op + _cap)
         wide = (dim + TILE - 1) // TILE * TILE
         rows = tokens * group
-        q = load64(op + scratch_) + thread * load64(op + scratch_bytes_)
-        most = load64(op + max_rows_)
+        q = load64(op + _scratch) + thread * load64(op + _scratch_bytes)
+        most = load64(op + _max_rows)
         k_tile = q + most * dim * 4
         v_tile = k_tile + TILE * dim * 4
-        scores = v_tile + TILE * wide * 4
+        scores = v_tile + TILE * wide * 4 + 64
         acc = scores + most * TILE * 4
         maxima = acc + most * wide * 4
         sums = maxima + most * 64
-        scale = as_float(load64(op + scale_))
+        scale = as_float(load64(op + _scale))
         for t in range(tokens):
-            source = load64(op + query_) + (token0 + t) * load64(op + query_stride_) + head * group * dim * 4
+            source = load64(op + _query) + (token0 + t) * load64(op + _query_stride) + head * group * dim * 4
             for i in range(group * dim):
                 store_float(q + (t * group * dim + i) * 4, load_float(source + i * 4) * scale)
         for i in range(rows * wide):
@@ -244,16 +225,30 @@ def attention_parts(kind: str) -> Any:
         for i in range(rows * 16):
             store_float(maxima + i * 4, types.float32(NEGATIVE))
             store_float(sums + i * 4, types.float32(0.0))
-        table = load64(op + tables_) + sequence * load64(op + table_stride_)
+        table = load64(op + _tables) + sequence * load64(op + _table_stride)
         low = max(part * PART, position0 - window + 1)  # the first token that any row of the item sees in this part
         high = min((part + 1) * PART, position0 + tokens)  # and the end of the last
+        block_size, k_row = load64(op + _block_size), load64(op + _k_row)
+        in_place = tokens == 1 and block_size % 16 == 0 and dim % 16 == 0 and load64(op + _k_column) == 1
+        pointers = sums + most * 64 + 64
+        ahead = pointers + 64
+        if in_place and low < high:
+            start = low // TILE * TILE
+            find(op, table, head, start, low, min(start + TILE, high), ahead)
         for start in range(low // TILE * TILE, high, TILE):
             first = max(start, low)
             last = min(start + TILE, high)
-            bad = load_tile(op, table, head, start, first, last, k_tile, v_tile)
-            for i in range(rows):
-                emit_zero(scores + i * TILE * 4)
-            tiles(k_tile, dim, q, dim * 4, scores, TILE * 4, rows)
+            bad = types.int64(0)
+            if in_place:
+                pointers, ahead = ahead, pointers
+                following = start + TILE if start + TILE < high else start
+                find(op, table, head, following, max(following, low), min(following + TILE, high), ahead)
+                scores_in_place(pointers, k_row * size, dim, q, rows, scores)
+            else:
+                bad = load_tile(op, table, head, start, first, last, k_tile, v_tile)
+                for i in range(rows):
+                    zero_scores(scores + i * TILE * 4)
+                tiles(k_tile, dim, q, dim * 4, scores, TILE * 4, rows)
             for r in range(rows):
                 position = position0 + r // group
                 seen_from = max(start, position - window + 1) - start
@@ -263,8 +258,10 @@ def attention_parts(kind: str) -> Any:
                 )
                 if factor != ONE_BITS:
                     scale_row(acc + r * wide * 4, wide // 16, factor)
-            if bad == 0:
-                begin = first - start
+            begin = first - start
+            if in_place:
+                values_in_place(pointers, ahead, begin, last - start, dim, scores, acc, wide, rows)
+            elif bad == 0:
                 for p in range(wide // TILE):
                     tiles(
                         v_tile + (p * TILE + begin) * TILE * 4, last - first, scores + begin * 4, TILE * 4,
@@ -281,7 +278,7 @@ def attention_parts(kind: str) -> Any:
                                 v_tile + (p * TILE + begin) * TILE * 4, end - begin, scores + (r * TILE + begin) * 4,
                                 TILE * 4, acc + (r * wide + p * TILE) * 4, wide * 4, 1,
                             )  # fmt: skip
-        states = load64(op + states_)
+        states = load64(op + _states)
         state_bytes = (16 + wide) * 4
         heads = kv_heads * group
         for t in range(tokens):
@@ -298,13 +295,6 @@ def attention_parts(kind: str) -> Any:
                         store_float(target + 64 + d * 4, load_float(acc + (r * wide + d) * 4))
 
     return parts_kernel
-
-
-@primitive(1)
-def emit_zero(e: Emitter, address: Any) -> None:
-    """64 floats = 0."""
-    for j in range(4):
-        e.store(e.zero(), e.add(address, 64 * j), 4)
 
 
 @njit(KERNEL, **OPTIONS)

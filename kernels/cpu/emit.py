@@ -232,6 +232,11 @@ def load64(e: Emitter, address: Any) -> Any:
     return e.load(address, I64, 8)
 
 
+@primitive(2)
+def store64(e: Emitter, address: Any, value: Any) -> None:
+    e.store(value, address, 8)
+
+
 @primitive(1, types.int64)
 def load32(e: Emitter, address: Any) -> Any:
     return e.b.sext(e.load(address, I32, 4), I64)

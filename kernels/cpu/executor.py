@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Records:
 class Team:
     """`threads` threads, the caller's among them, that run operation records. One submission at a time.
 
-    After `os.fork()` the child has no helper threads: it starts its own at its first launch.
+    After `os.fork()` the child has no helper threads: it starts its own at its first launch. A team that is dropped
+    without `close` stops its threads too.
     """
 
     def __init__(self, library: KernelLibrary, threads: int) -> None:
@@ -62,19 +64,20 @@ class Team:
         memory = np.zeros((10 + 1) * _LINE_WORDS, np.int64)
         offset = (-memory.ctypes.data % 64) // 8
         self._control = memory[offset : offset + 10 * _LINE_WORDS]
-        self._memory = memory
         self._control[6 * _LINE_WORDS] = _SPINS
         self._control[7 * _LINE_WORDS] = self.threads
         self._address = self._control.ctypes.data
         self._workers = [
             threading.Thread(
-                target=self.library.call, args=("team_worker", self._address, i), daemon=True, name=f"cupaged-{i}"
+                target=_work, args=(self.library, memory, self._address, i), daemon=True, name=f"cupaged-{i}"
             )
             for i in range(1, self.threads)
         ]
         for worker in self._workers:
             worker.start()
         self._pid = os.getpid()
+        self._stop = weakref.finalize(self, _stop_workers, self.library, self._control, self._address, self._pid)
+        self._stop.atexit = False  # threads end with the process; another one may be in the middle of a submission
 
     def _submit(self, records: Records, start: int, stop: int) -> None:
         if self._closed:
@@ -103,6 +106,12 @@ class Team:
             self._one.append(address, chunks, arguments)
             self._submit(self._one, 0, 1)
 
+    def hold(self, owner: Any) -> None:
+        """Keep `owner` alive for as long as the capture that is running, if one is."""
+        with self._lock:
+            if self._capture is not None:
+                self._capture.keep.append(owner)
+
     def begin_capture(self) -> None:
         with self._lock:
             if self._capture is not None:
@@ -129,8 +138,19 @@ class Team:
                 return
             self._closed = True
             if self._pid == os.getpid():
-                self._control[5 * _LINE_WORDS] = 1
-                self._control[4 * _LINE_WORDS] = 0
-                self.library.call("team_submit", self._address)
+                self._stop()
                 for worker in self._workers:
                     worker.join()
+
+
+def _work(library: KernelLibrary, memory: np.ndarray, address: int, thread: int) -> None:
+    """A helper thread. It holds the control block's `memory`, which native code watches, for as long as it runs."""
+    library.call("team_worker", address, thread)
+
+
+def _stop_workers(library: KernelLibrary, control: np.ndarray, address: int, pid: int) -> None:
+    """End the helper threads. Nobody submits any more: the team is closed, or gone."""
+    if pid == os.getpid():  # a forked child has none
+        control[5 * _LINE_WORDS] = 1
+        control[4 * _LINE_WORDS] = 0
+        library.call("team_submit", address)

@@ -98,10 +98,12 @@ class CpuOperations:
     def _scratch_address(self, name: str, size: int) -> int:
         """A buffer of at least `size` bytes that lives as long as we do; it grows, never shrinks.
 
-        A capture that holds the old one keeps it alive through `Records.keep`.
+        A capture keeps those alive that its records point into: the last ones at its end, outgrown ones here.
         """
         held = self._scratch.get(name)
         if held is None or held.nbytes < size:
+            if held is not None:
+                self.team.hold(held)
             held = self._scratch[name] = aligned(max(size, 2 * (0 if held is None else held.nbytes)), np.uint8)
         return address(held)
 

@@ -28,9 +28,10 @@ def state_floats(head_dim: int) -> int:
 
 
 def scratch_floats(head_dim: int, rows: int) -> int:
-    """Floats of scratch a thread needs: Q, K tile, V tile, scores, accumulator, maxima and sums by lane."""
+    """Floats of scratch a thread needs: Q, K tile, V tile and its check, scores, accumulator, maxima and sums by lane,
+    two sets of block pointers."""
     wide = padded(head_dim)
-    return TILE * (head_dim + wide) + rows * (head_dim + TILE + wide + 32)
+    return TILE * (head_dim + wide) + rows * (head_dim + TILE + wide + 32) + 16 + 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
-from cupaged.kernels.cpu.emit import F32, F64, I32, I64, Emitter, load64, load_float, primitive
+from cupaged.kernels.cpu.emit import F32, F64, I32, I64, Emitter, load64, load_float, primitive, store64
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 
 GREEDY_BELOW = 1e-5
@@ -30,11 +30,6 @@ def load_double(e: Emitter, address: Any) -> Any:
 
 @primitive(2, None, [types.int64, types.float64])
 def store_double(e: Emitter, address: Any, value: Any) -> None:
-    e.store(value, address, 8)
-
-
-@primitive(2)
-def store64(e: Emitter, address: Any, value: Any) -> None:
     e.store(value, address, 8)
 
 

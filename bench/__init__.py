@@ -1,0 +1,1 @@
+"""Benchmarks: what `cupaged bench` runs."""
