@@ -5,8 +5,9 @@ Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -52,7 +53,8 @@ class Engine:
         self._make_detokenizer = make_detokenizer
         self._requests: dict[str, Request] = {}
         self._pending: list[StreamPiece] = []
-        self._arrivals = 0
+        self._arrivals = itertools.count()
+        self._names: Iterator[str] = (f"request-{number}" for number in itertools.count())
 
     # -- requests
 
@@ -66,11 +68,11 @@ class Engine:
         """Queue a request; returns its id. RequestError (CapacityError for lengths), and nothing queued, if it cannot
         be served: empty, an id outside the vocabulary, too long, an id that is in use."""
         ids = self.check_request(prompt_ids, params)
-        arrival = self._arrivals
-        request_id = f"request-{arrival}" if request_id is None else request_id
-        if request_id in self._requests:
+        if request_id is None:
+            request_id = next(name for name in self._names if name not in self._requests)
+        elif request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use")
-        self._arrivals += 1
+        arrival = next(self._arrivals)
         room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
         eos = self.eos_ids
         request = make_request(request_id, prompt, ids, params, room, eos, arrival, self._make_detokenizer)
@@ -171,6 +173,7 @@ class Engine:
                 request.first_scheduled_time = now
         try:
             logits = self._forward(chunks)
+            outcomes = self._sample([chunk.sequence for chunk in chunks if chunk.samples], logits)
         except Exception as error:
             if len(chunks) == 1:
                 self._fail(chunks[0].sequence, error)
@@ -181,10 +184,14 @@ class Engine:
                 if chunk.sequence.finish_reason is None:
                     self._run_chunks([chunk])
             return
+        # Only now does anything change: an interrupt before this leaves every sequence as it was.
+        row = 0
         for chunk in chunks:
             if chunk.sequence.tables is not None:
                 self.manager.commit_append(chunk.sequence.tables, chunk.count)
-        self._sample([chunk.sequence for chunk in chunks if chunk.samples], logits)
+            if chunk.samples:
+                self._accept(chunk.sequence, logits[row], outcomes[row])
+                row += 1
 
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
@@ -195,37 +202,37 @@ class Engine:
         step.replay()
         return self.device.download(logits)
 
-    def _sample(self, sequences: Sequence[TokenSequence], logits: Array) -> None:
-        good, rows = [], []
-        for row, sequence in enumerate(sequences):
-            # The maximum is NaN if any logit is: one pass finds NaN and infinities alike.
-            if np.isfinite(np.max(logits[row])):
-                good.append(sequence)
-                rows.append(row)
-            else:
-                where = f"step {self.num_steps}, position {len(sequence.tokens)}"
-                self._fail(sequence, StepError(f"the model's logits are not finite ({where})"))
+    def _sample(self, sequences: Sequence[TokenSequence], logits: Array) -> list[int | None]:
+        """The next token of each sequence; None where the row of logits is not finite (NaN makes its maximum NaN)."""
+        good = [row for row, line in enumerate(logits) if np.isfinite(line.max()) and np.isfinite(line.min())]
+        outcomes: list[int | None] = [None] * len(sequences)
         if not good:
-            return
-        chosen = logits if len(good) == len(logits) else np.ascontiguousarray(logits[rows])
-        params = [sequence.request.params for sequence in good]
+            return outcomes
+        params = [sequences[row].request.params for row in good]
         tokens = self.device.ops.sample(
-            chosen,
+            logits if len(good) == len(logits) else np.ascontiguousarray(logits[good]),
             SampleRows(
                 temperature=[p.temperature for p in params],
                 top_k=[p.top_k for p in params],
                 top_p=[p.top_p for p in params],
                 min_p=[p.min_p for p in params],
-                seed=[sequence.request.seed for sequence in good],
-                sample=[sequence.index for sequence in good],
-                position=[len(sequence.tokens) for sequence in good],
+                seed=[sequences[row].request.seed for row in good],
+                sample=[sequences[row].index for row in good],
+                position=[len(sequences[row].tokens) for row in good],
             ),
         )
-        for sequence, row, token in zip(good, chosen, tokens, strict=True):
-            try:
-                self._append(sequence, row, token)
-            except Exception as error:
-                self._fail(sequence, error)
+        for row, token in zip(good, tokens, strict=True):
+            outcomes[row] = token
+        return outcomes
+
+    def _accept(self, sequence: TokenSequence, logits: Array, token: int | None) -> None:
+        try:
+            if token is None:
+                where = f"step {self.num_steps}, position {len(sequence.tokens)}"
+                raise StepError(f"the model's logits are not finite ({where})")
+            self._append(sequence, logits, token)
+        except Exception as error:
+            self._fail(sequence, error)
 
     def _append(self, sequence: TokenSequence, logits: Array, token: int) -> None:
         """A new token: its log-probabilities, its text, and whether it is the last."""
