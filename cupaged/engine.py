@@ -14,7 +14,7 @@ import numpy as np
 from cupaged.batch import build_batch
 from cupaged.cache import PagedKVCache
 from cupaged.device.base import Device
-from cupaged.errors import BlockError, CapacityError, RequestError, StepError
+from cupaged.errors import BlockError, CapacityError, RequestError, StepError, shown
 from cupaged.kernels.interface import Array, SampleRows
 from cupaged.memory import BlockManager, MemoryStats, PlanItem, blocks_for, frame_of
 from cupaged.model.config import ModelConfig
@@ -71,7 +71,7 @@ class Engine:
         if request_id is None:
             request_id = next(name for name in self._names if name not in self._requests)
         elif request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use")
+            raise RequestError(f"request id {shown(request_id)} is in use")
         arrival = next(self._arrivals)
         room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
         eos = self.eos_ids
@@ -89,9 +89,9 @@ class Engine:
         ids = []
         for index, token in enumerate(prompt_ids):
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise RequestError(f"prompt: item {index} is {token!r}, not a token id")
+                raise RequestError(f"prompt: item {index} is {shown(token)}, not a token id")
             if not 0 <= token < vocab:
-                raise RequestError(f"prompt: token id {token} at index {index} is not in 0..{vocab - 1}")
+                raise RequestError(f"prompt: token id {shown(token)} at index {index} is not in 0..{vocab - 1}")
             ids.append(int(token))
         if not ids:
             raise RequestError("prompt: it is empty (no token at all)")

@@ -71,3 +71,12 @@ class StepError(CupagedError):
 
 class DownloadError(CupagedError):
     """A model package could not be fetched; names it and the reason."""
+
+
+def shown(value: object) -> str:
+    """A caller's value as messages show it: its repr on one line, short, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an int of more digits than Python prints
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 
 if TYPE_CHECKING:
     from cupaged.device.base import Device
@@ -58,7 +58,7 @@ class LoadOptions:
 
         for name, allowed in (("device", DEVICE_NAMES), ("dtype", DTYPES), ("kv_dtype", DTYPES)):
             if getattr(self, name) not in allowed:
-                raise OptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise OptionError(f"{name}: {shown(getattr(self, name))} is not one of {', '.join(allowed)}")
         limits = {
             "block_size": MAX_BLOCK_SIZE,
             "max_model_len": 2**31 - 1,
@@ -71,7 +71,7 @@ class LoadOptions:
             if value is None and name != "block_size":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-                raise OptionError(f"{name}: {value!r} is not a whole number in 1..{high}")
+                raise OptionError(f"{name}: {shown(value)} is not a whole number in 1..{high}")
         if self.kv_memory is not None:
             parse_bytes("kv_memory", self.kv_memory, 1 << 62)
 
@@ -128,19 +128,11 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, max_sequences)
         available = device.memory().available - decoder.nbytes
-        memory = plan_memory(config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available)
-        caches = [
-            PagedKVCache(
-                memory.num_blocks,
-                memory.block_size,
-                config.num_kv_heads,
-                config.head_dim,
-                len(group.layers),
-                kv_dtype,
-                device,
-            )  # fmt: skip
-            for group in config.kv_groups
-        ]
+        memory = plan_memory(
+            config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, parameters.nbytes
+        )
+        shape = (memory.num_blocks, memory.block_size, config.num_kv_heads, config.head_dim)
+        caches = [PagedKVCache(*shape, len(group.layers), kv_dtype, device) for group in config.kv_groups]
         row = blocks_for(memory.max_model_len, memory.block_size)
         manager = BlockManager([GroupSpec(memory.num_blocks, memory.block_size, row) for _ in config.kv_groups])
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)

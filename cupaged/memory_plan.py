@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cupaged.errors import CapacityError, OptionError
+from cupaged.errors import CapacityError, OptionError, shown
 from cupaged.kernels.interface import STORAGE_BYTES, StorageType
 from cupaged.memory import MAX_FRAMES, blocks_for
 from cupaged.model.config import ModelConfig
@@ -42,20 +42,21 @@ def parse_bytes(name: str, value: int | float | str, available: int) -> int:
     """Bytes from an int, "64MiB", "1.5GB", or a share of what is available: "25%". OptionError otherwise."""
     allowed = "bytes as an integer, a size such as 64MiB or 1.5GB, or a share such as 25%"
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise OptionError(f"{name}: {value!r} is not {allowed}")
+        raise OptionError(f"{name}: {shown(value)} is not {allowed}")
+    size: int | float = 0
     if isinstance(value, int):
-        size = float(value)
+        size = value
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         unit = match.group(2).upper() if match else "?"
         if match is None or (unit != "%" and unit not in _UNITS):
-            raise OptionError(f"{name}: {value!r} is not {allowed}")
+            raise OptionError(f"{name}: {shown(value)} is not {allowed}")
         number = float(match.group(1))
         if unit == "%" and not number <= 100:
-            raise OptionError(f"{name}: {value!r} is more than all of the memory")
+            raise OptionError(f"{name}: {shown(value)} is more than all of the memory")
         size = number / 100 * available if unit == "%" else number * _UNITS[unit]
-    if not 1 <= size < 2**62:
-        raise OptionError(f"{name}: {value!r} is not a positive number of bytes")
+    if not 1 <= size < 2**63:
+        raise OptionError(f"{name}: {shown(value)} is not in 1 .. 2**63 - 1 bytes")
     return int(size)
 
 
@@ -66,32 +67,36 @@ def plan_memory(
     kv_memory: int | str | None,
     max_model_len: int | None,
     available: int,
+    weight_bytes: int,
 ) -> MemoryPlan:
     """Blocks for the K/V pools.
 
-    `available`: bytes left on the device beside the weights. Without `kv_memory`: room for four sequences of full
-    length, at most a quarter of what is available. OptionError for a size that holds not one block or is more than
-    there is; CapacityError if `max_model_len` is asked for and does not fit.
+    `available`: bytes left on the device beside the weights, which take `weight_bytes`. Without `kv_memory`: room for
+    four sequences of full length, at most a quarter of what is available. OptionError for a size that holds not one
+    block or is more than there is; CapacityError if `max_model_len` is asked for and does not fit.
     """
     length = config.max_position if max_model_len is None else max_model_len
     if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= config.max_position:
-        raise OptionError(f"max_model_len: {max_model_len!r} is not in 1..{config.max_position}, the model's positions")
+        raise OptionError(
+            f"max_model_len: {shown(max_model_len)} is not in 1..{config.max_position}, the model's positions"
+        )
     bytes_per_token = config.kv_bytes_per_token(STORAGE_BYTES[kv_dtype])
     block_bytes = bytes_per_token * block_size
     wanted = blocks_for(length, block_size)
+    parts = _block_parts(config, block_size, kv_dtype)
+    room = (
+        f"one KV block takes {block_bytes:,} bytes ({parts}), {max(0, available):,} are available "
+        f"beside the {weight_bytes:,} of the weights"
+    )
+    if available < block_bytes:
+        raise OptionError(f"kv_memory: no room for K/V: {room}")
     if kv_memory is None:
-        budget = min(DEFAULT_CONTEXTS * wanted * block_bytes, max(0, available) // DEFAULT_SHARE)
+        budget = min(DEFAULT_CONTEXTS * wanted * block_bytes, available // DEFAULT_SHARE)
     else:
         budget = parse_bytes("kv_memory", kv_memory, available)
-        if budget > available:
-            raise OptionError(f"kv_memory: {budget:,} bytes asked for, {max(0, available):,} available on the device")
+    if not block_bytes <= budget <= available:
+        raise OptionError(f"kv_memory: {budget:,} bytes: {room}")
     num_blocks = min(budget // block_bytes, MAX_FRAMES)
-    parts = _block_parts(config, block_size, kv_dtype)
-    if num_blocks < 1:
-        raise OptionError(
-            f"kv_memory: {budget:,} bytes hold no KV block; one takes {block_bytes:,} bytes ({parts}), and "
-            f"{max(0, available):,} are available beside the weights"
-        )
     if max_model_len is not None and num_blocks < wanted:
         raise CapacityError(
             f"max_model_len: {length} positions need {wanted} KV blocks of {block_bytes:,} bytes ({parts}), "

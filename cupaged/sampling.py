@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
 
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 
 # At 1e-5 a token whose logit is 0.001 below the best has a probability of e**-100: greedy in all but name. Below that,
 # dividing logits by the temperature only loses precision. (vLLM draws the line at the same place.)
@@ -81,7 +81,7 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise OptionError(f"{name}={_show(value)}: True or False is needed")
+                raise OptionError(f"{name}={shown(value)}: True or False is needed")
 
     @property
     def greedy(self) -> bool:
@@ -102,15 +102,6 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"unknown sampling option {name!r}; {hint}"
 
 
-def _show(value: object) -> str:
-    """repr on one line, short enough for a message."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # an int of more digits than Python prints
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _int(name: str, value: object, low: int, high: int, note: str = "") -> int:
     limits = f"{low} .. {high}" + (f" ({note})" if note else "")
     try:
@@ -118,9 +109,9 @@ def _int(name: str, value: object, low: int, high: int, note: str = "") -> int:
             raise TypeError
         number = operator.index(cast(Any, value))
     except TypeError:
-        raise OptionError(f"{name}={_show(value)}: an integer in {limits} is needed") from None
+        raise OptionError(f"{name}={shown(value)}: an integer in {limits} is needed") from None
     if not low <= number <= high:
-        raise OptionError(f"{name}={_show(number)} is out of range: {limits} is allowed")
+        raise OptionError(f"{name}={shown(number)} is out of range: {limits} is allowed")
     return number
 
 
@@ -131,13 +122,13 @@ def _optional_int(name: str, value: object, low: int, high: int) -> int | None:
 def _float(name: str, value: object, low: float, high: float) -> float:
     limits = f"{low:g} .. {high:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise OptionError(f"{name}={_show(value)}: a number in {limits} is needed")
+        raise OptionError(f"{name}={shown(value)}: a number in {limits} is needed")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not low <= number <= high:  # NaN compares false, so it ends here too
-        raise OptionError(f"{name}={_show(value)} is out of range: {limits} is allowed")
+        raise OptionError(f"{name}={shown(value)} is out of range: {limits} is allowed")
     return number
 
 
@@ -147,12 +138,12 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
-        raise OptionError(f"stop={_show(value)}: a string or a list of strings is needed")
+        raise OptionError(f"stop={shown(value)}: a string or a list of strings is needed")
     if len(value) > MAX_STOP_STRINGS:
         raise OptionError(f"stop: {len(value)} strings, at most {MAX_STOP_STRINGS} are allowed")
     for index, string in enumerate(value):
         if not isinstance(string, str):
-            raise OptionError(f"stop[{index}]={_show(string)}: a string is needed")
+            raise OptionError(f"stop[{index}]={shown(string)}: a string is needed")
         if not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise OptionError(
                 f"stop[{index}] has {len(string)} characters: 1 .. {MAX_STOP_LENGTH} is allowed (no stop string: None)"
@@ -163,9 +154,9 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 def _token_ids(value: object) -> tuple[int, ...]:
     # NumPy arrays are no Sequence; anything that can be listed, but text and bytes, may hold ids.
     if isinstance(value, (str, bytes, bytearray)):
-        raise OptionError(f"stop_token_ids={_show(value)}: a list of token ids is needed")
+        raise OptionError(f"stop_token_ids={shown(value)}: a list of token ids is needed")
     try:
         ids = list(cast(Any, value))
     except TypeError:
-        raise OptionError(f"stop_token_ids={_show(value)}: a list of token ids is needed") from None
+        raise OptionError(f"stop_token_ids={shown(value)}: a list of token ids is needed") from None
     return tuple(_int(f"stop_token_ids[{index}]", token, 0, MAX_INT32) for index, token in enumerate(ids))
