@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cupaged.errors import DeviceError, OptionError, RequestError, TemplateError
 from cupaged.outputs import RequestOutput, StreamPiece
 from cupaged.sampling import SamplingParams
+from cupaged.turns import TurnLock
 
 if TYPE_CHECKING:
     from cupaged.engine import Engine
@@ -33,8 +34,8 @@ class LLM:
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
     progress: called with `ProgressEvent`s while loading.
 
-    May be used from several threads: a lock serialises steps, and requests of all threads share them. `close()` (or a
-    with block) gives memory and threads back.
+    May be used from several threads: a lock serialises steps, and requests of all threads share them. After `os.fork()`
+    the child may go on with it too, on threads of its own. `close()` (or a with block) gives memory and threads back.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class LLM:
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences
         )
-        self._lock = threading.RLock()
+        self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}
+        self._dropped: deque[str] = deque()
         self._loaded: LoadedModel | None = load_model(weights, options, progress)
 
     # -- generating
@@ -104,8 +106,9 @@ class LLM:
         the request.
         """
         with self._lock:
+            (options,) = self._params(params, 1)
             text, ids = self._encode(prompt)
-            request_id = self._submit(ids, SamplingParams() if params is None else params, text)
+            request_id = self._submit(ids, options, text)
         return PieceStream(self, request_id)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
@@ -219,18 +222,22 @@ class LLM:
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
             return [prompts]
+        if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts: a string, token ids, or a list of these is needed, not {_kind(prompts)}")
         listed: list[Any] = list(prompts)
-        if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+        if listed and all(isinstance(item, Integral) and not isinstance(item, bool) for item in listed):
             return [listed]  # one prompt of token ids
         return listed
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, Iterable):
+            raise OptionError(f"params: SamplingParams or a list of them is needed, not {_kind(params)}")
         each = list(params)
         for index, item in enumerate(each):
             if not isinstance(item, SamplingParams):
-                raise OptionError(f"params: item {index} is {type(item).__name__}, not SamplingParams")
+                raise OptionError(f"params: item {index} is {_kind(item)}, not SamplingParams")
         if len(each) != count:
             raise OptionError(f"params: {len(each)} for {count} prompts; give one for all or one each")
         return each
@@ -238,8 +245,8 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """(text, token ids) of a prompt; text None if it came as ids."""
         if not isinstance(prompt, str):
-            if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
-                raise RequestError(f"prompt: a string or a list of token ids is needed, not {type(prompt).__name__}")
+            if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+                raise RequestError(f"prompt: a string or a list of token ids is needed, not {_kind(prompt)}")
             return None, list(prompt)
         tokenizer = self._model.tokenizer
         if tokenizer is None:
@@ -253,6 +260,7 @@ class LLM:
         return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
 
     def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> str:
+        self._sweep()
         request_id = self._model.engine.add_request(ids, params, prompt=text)
         self._queues[request_id] = deque()
         return request_id
@@ -261,6 +269,7 @@ class LLM:
         """The pieces of one request. Whoever needs one and finds none runs a step, for all requests there are."""
         while True:
             with self._lock:
+                self._sweep()
                 queue = self._queues.get(request_id)
                 if queue is None:
                     raise DeviceError("this LLM was closed")
@@ -275,26 +284,40 @@ class LLM:
                 if piece.usage is not None:
                     return
 
-    def _forget(self, request_ids: list[str]) -> None:
-        with self._lock:
-            for request_id in request_ids:
-                self._queues.pop(request_id, None)
-                if self._loaded is not None:
-                    self._loaded.engine.forget(request_id)
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """End requests that nobody reads any more.
+
+        A dropped stream calls this whenever the interpreter likes, be it inside a step of this very thread; then the
+        next lines that hold the lock do it.
+        """
+        self._dropped.extend(request_ids)
+        if not self._lock.mine:
+            with self._lock:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            self._queues.pop(request_id, None)
+            if self._loaded is not None:
+                self._loaded.engine.forget(request_id)
 
 
 class PieceStream:
-    """Iterator over the pieces of one request. `close` (or a with block, or dropping it) ends the request if it runs."""
+    """Iterator over the pieces of one request. `close`, a with block, or dropping it ends the request if it runs."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:
         self.request_id = request_id
         self._llm = llm
+        self._closed = False
         self._pieces = llm._pieces(request_id)
 
     def __iter__(self) -> PieceStream:
         return self
 
     def __next__(self) -> StreamPiece:
+        if self._closed:
+            raise StopIteration
         try:
             return next(self._pieces)
         except BaseException:
@@ -302,7 +325,9 @@ class PieceStream:
             raise
 
     def close(self) -> None:
-        self._llm._forget([self.request_id])
+        if not self._closed:
+            self._closed = True
+            self._llm._forget([self.request_id])
 
     def __enter__(self) -> PieceStream:
         return self
@@ -312,3 +337,7 @@ class PieceStream:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
