@@ -7,8 +7,9 @@ memory than the caches hold where the real use does so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class _Weights:
         return rng.standard_normal((stop - start, self.shape[1]), dtype=np.float32)
 
 
-def _cycle(runs: list[Callable[[], None]]) -> Callable[[], None]:
+def _cycle(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
     state = {"next": 0}
 
     def run() -> None:
@@ -80,7 +81,7 @@ def bench_matmul(device: CpuDevice, roofs: Roofs, seconds: float) -> Iterator[Re
                     continue
                 x = np.random.default_rng(0).standard_normal((count, cols), dtype=np.float32)
                 out = np.empty((count, rows), np.float32)
-                runs = [lambda w=w, x=x, out=out: ops.matmul(x, w, out) for w in weights]
+                runs = [partial(ops.matmul, x, w, out) for w in weights]
                 amount, unit = (size, "GB/s") if count < 16 else (2.0 * count * rows * cols, "GFLOP/s")
                 rate, roof = _against(roofs, unit, amount, _cycle(runs), seconds)
                 yield Result("matmul", f"{dtype} {cols}x{rows}, {count} rows", rate, roof, unit)
@@ -107,10 +108,9 @@ def bench_attention(device: CpuDevice, roofs: Roofs, seconds: float) -> Iterator
                 out = np.empty_like(query)
                 runs = []
                 for first in range(0, sequences - batch + 1, batch):
-                    plan = ops.plan_attention(cache.view, order[first : first + batch], starts, [context] * batch, heads)
-                    runs.append(
-                        lambda p=plan, q=query, o=out, c=cache: ops.paged_attention(q, c.view, 0, p, o, 0.1)
-                    )
+                    rows = order[first : first + batch]
+                    plan = ops.plan_attention(cache.view, rows, starts, [context] * batch, heads)
+                    runs.append(partial(ops.paged_attention, query, cache.view, 0, plan, out, 0.1))
                 if queries == 1:
                     amount, unit = float(batch * context * per_token), "GB/s"
                 else:
@@ -118,7 +118,8 @@ def bench_attention(device: CpuDevice, roofs: Roofs, seconds: float) -> Iterator
                     amount, unit = 4.0 * seen * heads * dim, "GFLOP/s"
                 rate, roof = _against(roofs, unit, amount, _cycle(runs), seconds)
                 case = f"{dtype} {heads}/{kv_heads} heads of {dim}, context {context}"
-                yield Result("decode" if queries == 1 else "prefill", f"{case}, {queries * batch} queries", rate, roof, unit)
+                kernel = "decode" if queries == 1 else "prefill"
+                yield Result(kernel, f"{case}, {queries * batch} queries", rate, roof, unit)
 
 
 def _fill(cache: PagedKVCache) -> None:

@@ -92,9 +92,9 @@ def _compile() -> dict[str, tuple[Any, int]]:
     def roof_fma(op, _chunk, thread):  # type: ignore[no-untyped-def]
         multiply_add(load64(op + 16), load64(op + 24) + thread * 256)
 
-    compiled = {}
+    compiled: dict[str, tuple[Any, int]] = {}
     for name, function in (("roof_read", roof_read), ("roof_fma", roof_fma)):
-        (overload,) = function.overloads.values()
+        overload: Any = next(iter(function.overloads.values()))
         pointer = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         compiled[name] = (function, int(pointer))
     return compiled

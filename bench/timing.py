@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 
 def interleaved(contenders: Sequence[Callable[[], object]], seconds: float, warm: int = 2) -> list[float]:
-    """Median seconds of one call of each contender, run A B C A B C ... for about `seconds` in all, 5 rounds at least."""
+    """Median seconds of a call of each contender, run A B C A B C ... for about `seconds` in all, 5 rounds at least."""
     for _ in range(warm):
         for run in contenders:
             run()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# In a checkout that is not installed, kernels/, model/, cli/ and bench/ lie beside this folder; installed, they lie in it.
+# In a checkout that is not installed, kernels/, model/, cli/ and bench/ lie beside this folder; installed, in it.
 _root = Path(__file__).resolve().parent.parent
 if all((_root / room).is_dir() for room in ("cupaged", "kernels", "model", "cli")):
     __path__.append(str(_root))
@@ -35,14 +35,27 @@ _HOMES = {
 __all__ = ["__version__", *sorted(_HOMES)]
 
 if TYPE_CHECKING:
-    from cupaged.attention import paged_attention, write_kv
-    from cupaged.cache import PagedKVCache
-    from cupaged.engine import Engine
-    from cupaged.errors import CupagedError
-    from cupaged.llm import LLM
-    from cupaged.memory import BlockPool, BlockTable
-    from cupaged.outputs import CompletionOutput, RequestOutput, StreamPiece, Usage
-    from cupaged.sampling import SamplingParams
+    from cupaged.attention import paged_attention as paged_attention
+    from cupaged.attention import write_kv as write_kv
+    from cupaged.cache import PagedKVCache as PagedKVCache
+    from cupaged.engine import Engine as Engine
+    from cupaged.errors import CupagedError as CupagedError
+    from cupaged.llm import LLM as LLM
+    from cupaged.memory import BlockPool as BlockPool
+    from cupaged.memory import BlockTable as BlockTable
+    from cupaged.outputs import (
+        CompletionOutput as CompletionOutput,
+    )
+    from cupaged.outputs import (
+        RequestOutput as RequestOutput,
+    )
+    from cupaged.outputs import (
+        StreamPiece as StreamPiece,
+    )
+    from cupaged.outputs import (
+        Usage as Usage,
+    )
+    from cupaged.sampling import SamplingParams as SamplingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """What the decoder and the engine ask of a set of kernels, and the plain data they pass.
 
-`Operations` is implemented by `reference` (NumPy, obvious), `cpu` (Numba) and, on a GPU, `cuda` (CUDA C). Arrays live on
-the device of the implementation. Outputs are preallocated by the caller, so that a step can be captured. Row counts may
-be anything, 0 included.
+`Operations` is implemented by `reference` (NumPy, obvious), `cpu` (Numba) and, on a GPU, `cuda` (CUDA C). Arrays live
+on the device of the implementation. Outputs are preallocated by the caller, so that a step can be captured. Row counts
+may be anything, 0 included.
 
 The rule that every implementation keeps: **the arithmetic of a row depends on that row and its position alone**, never
 on how many rows are computed together, how they are split, or where the K/V lie.
@@ -68,23 +68,28 @@ class WeightSource(Protocol):
     @property
     def dtype(self) -> str: ...
     def float32(self, start: int, stop: int) -> Array:
-        """Rows start..stop as a float32 NumPy array [stop-start, ...] (exact widening or the format's dequantisation)."""
+        """Rows start..stop as float32 NumPy [stop-start, ...]: exact widening, or the format's dequantisation."""
         ...
 
 
 class Matrix(Protocol):
     """A weight matrix packed for one implementation: `rows` outputs by `cols` inputs."""
 
-    rows: int
-    cols: int
-    dtype: str
-    nbytes: int
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class AttentionPlan(Protocol):
     """Host-made work list of one attention call; valid for all layers of a KV group in one step."""
 
-    num_tokens: int
+    @property
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ class Operations(Protocol):
         ...
 
     def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
-        """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of additions for any T."""
+        """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T."""
         ...
 
     def rope(self, x: Array, positions: Array, table: Array) -> None:
@@ -162,7 +167,12 @@ class Operations(Protocol):
         ...
 
     def plan_attention(
-        self, cache: KVView, tables: Array, query_starts: Sequence[int], context_lens: Sequence[int], num_heads: int,
+        self,
+        cache: KVView,
+        tables: Array,
+        query_starts: Sequence[int],
+        context_lens: Sequence[int],
+        num_heads: int,
         window: int | None = None,
     ) -> AttentionPlan:
         """Work list for S sequences; valid for all layers of the cache.
@@ -173,8 +183,15 @@ class Operations(Protocol):
         ...
 
     def paged_attention(
-        self, query: Array, cache: KVView, layer: int, plan: AttentionPlan, out: Array, scale: float,
-        soft_cap: float | None = None, sinks: Array | None = None,
+        self,
+        query: Array,
+        cache: KVView,
+        layer: int,
+        plan: AttentionPlan,
+        out: Array,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
     ) -> None:
         """Causal attention over paged K/V (Kwon et al. 2023). query, out [T, H, D] float32, rows may be strided.
 

@@ -1,10 +1,10 @@
 """Paged attention on the CPU: one kernel for decode, prefill and chunks, and a merge.
 
 The context of a query is cut at multiples of PART = 512 tokens, a part into tiles of TILE = 64 tokens, both aligned at
-position 0. A part is an online softmax over its tiles in order (Milakov & Gimelshein 2018); parts are merged in order by
-log-sum-exp (Dao 2023, Flash-Decoding). A work item is up to 48 query rows (tokens x heads of one KV head) by one part:
-a decode step of one long sequence spreads over threads by parts, a prompt by rows. What a row computes depends on its
-position alone: tiles outside its mask change no bit, whoever shares the item.
+position 0. A part is an online softmax over its tiles in order (Milakov & Gimelshein 2018); parts are merged in order
+by log-sum-exp (Dao 2023, Flash-Decoding). A work item is up to 48 query rows (tokens x heads of one KV head) by one
+part: a decode step of one long sequence spreads over threads by parts, a prompt by rows. What a row computes depends on
+its position alone: tiles outside its mask change no bit, whoever shares the item.
 
 A tile is first gathered from its blocks into float32 scratch, K as [head_dim][64] and V as panels [64 tokens][64 dims],
 and scores and P.V are then the tile kernels of gemm.py. A single query (decode) reads blocks where they lie instead, if
@@ -20,7 +20,6 @@ from typing import Any
 
 from numba import njit, types
 
-from cupaged.kernels.cpu import emit
 from cupaged.kernels.cpu.attention_tiles import (
     GROUPS,
     NEGATIVE,
@@ -35,7 +34,7 @@ from cupaged.kernels.cpu.attention_tiles import (
     sum_lanes,
     zero_scores,
 )
-from cupaged.kernels.cpu.emit import as_float, load32, load64, load_float, store64, store_float
+from cupaged.kernels.cpu.emit import LOAD, SIZE, as_float, load32, load64, load_float, store64, store_float
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS, row_tiles
 from cupaged.kernels.cpu.vector_math import LOG2E, exp2_float
 from cupaged.kernels.interface import FRAME_MASK, PART, POOL_MASK, POOL_SHIFT, TILE
@@ -68,7 +67,7 @@ def block_addresses(size: int) -> Any:
 
 def tile_loader(kind: str, size: int, block_address: Any) -> Any:
     """Gather tokens first..last-1 of the tile at `start` into scratch. 1 if a V among them is not finite."""
-    load_one = {"float32": emit.load_float, "float16": emit.load_half, "bfloat16": emit.load_bfloat}[kind]
+    load_one = LOAD[kind]
     k16, k8, v16 = gather_k(kind, 16), gather_k(kind, 8), gather_v(kind, size)
 
     @njit(types.int64(*[types.int64] * 8), **OPTIONS)
@@ -190,7 +189,7 @@ def direct_tile(kind: str, size: int, block_address: Any) -> Any:
 
 def attention_parts(kind: str) -> Any:
     """The operation that computes partial results: a chunk is a work item by a KV head."""
-    size = {"float32": 4, "float16": 2, "bfloat16": 2}[kind]
+    size = SIZE[kind]
     block_address = block_addresses(size)
     load_tile = tile_loader(kind, size, block_address)
     find, scores_in_place, values_in_place = direct_tile(kind, size, block_address)

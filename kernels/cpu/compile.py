@@ -8,6 +8,7 @@ internal and is dropped. It is then compiled once more as position-independent c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def compile_kernels(progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, str, bytes]]:
@@ -36,7 +37,7 @@ def compile_kernels(progress: Callable[[int, int], None] | None = None) -> Itera
         yield name, keep, machine.emit_object(module)
 
 
-def target_machine() -> object:
+def target_machine() -> Any:
     """This processor, as LLVM sees it, for position-independent code."""
     import llvmlite.binding as llvm
 

@@ -11,7 +11,7 @@ from typing import Any
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
-from cupaged.kernels.cpu.emit import Emitter, as_float, load32, load64, load_float, primitive, store_float
+from cupaged.kernels.cpu.emit import SIZE, STORE, Emitter, as_float, load32, load64, load_float, primitive, store_float
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.cpu.vector_math import LOG2E, exp2_float, fma_float, sqrt_float, sum_of_squares, tanh_float
 
@@ -128,8 +128,8 @@ def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
 def write_kv(kind: str) -> Any:
     """K/V of a token into its slot. Record: key, value, token strides (bytes), slots (int64), pool, KV heads, D,
     block size, block stride, layer offset, kv stride, head stride, k_row, k_column (elements). Chunk: a token."""
-    store = {"float32": emit.store_float, "float16": emit.store_half, "bfloat16": emit.store_bfloat}[kind]
-    size = {"float32": 4, "float16": 2, "bfloat16": 2}[kind]
+    store = STORE[kind]
+    size = SIZE[kind]
 
     @njit(KERNEL, **OPTIONS)
     def write_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
@@ -156,9 +156,9 @@ def write_kv(kind: str) -> Any:
 
 @njit(KERNEL, **OPTIONS)
 def copy_blocks(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: pool, pairs (int64 source, destination frame), runs a block, bytes a run, block stride, run stride (bytes).
+    """Record: pool, pairs (int64 source, destination frame), runs a block, bytes a run, block and run stride (bytes).
 
-    Block-major blocks are one run; layer-major ones a run per layer. Runs are whole 8-byte words or the tail bytes.
+    Block-major blocks are one run; layer-major ones a run per layer.
     Chunk: a pair by a run.
     """
     pool, pairs, runs, size = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)

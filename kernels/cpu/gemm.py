@@ -1,6 +1,6 @@
 """Matrix product with one fixed order of additions: a row has the same bits for any number of rows.
 
-    out[m, n] = sum over pieces of KC inputs, added in order, of (a chain of fused multiply-adds over the piece from zero)
+    out[m, n] = sum over pieces of KC inputs, in order, of (a chain of fused multiply-adds over the piece from zero)
 
 The chain never depends on how many rows share a tile (1, 2, 4 or 6), which panel or thread it is on. Short pieces also
 keep the rounding error below that of one long chain.
@@ -18,7 +18,19 @@ from typing import Any
 
 from numba import njit, types
 
-from cupaged.kernels.cpu.emit import WIDE, Emitter, as_float, load64, load_float, primitive, store_float
+from cupaged.kernels.cpu.emit import (
+    LOAD,
+    SIZE,
+    STORE,
+    WIDE,
+    Emitter,
+    as_float,
+    load32,
+    load64,
+    load_float,
+    primitive,
+    store_float,
+)
 
 PANEL = 64  # outputs in a panel: 4 vectors
 KC = 128  # inputs in a piece: KC x 64 float32 weights are 32 KiB, one L1 cache
@@ -29,12 +41,10 @@ SCRATCH = MB * PANEL * 4  # bytes a thread needs for the last, partly filled pan
 KERNEL = types.void(types.int64, types.int64, types.int64)  # (operation record, chunk, thread)
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
-WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
 
 def tile(rows: int, kind: str) -> Any:
     """Tile kernel: out[rows, 64] += x[rows, k] @ panel[k, 64]. Strides in bytes; out float32."""
-    size = WEIGHT_BYTES[kind]
+    size = SIZE[kind]
     step = PANEL * size
 
     @primitive(6)
@@ -132,10 +142,10 @@ def matmul(kind: str) -> Any:
     """The operation: a chunk is a group of rows by a group of panels.
 
     Record: weights, x, out, M, N, K, x stride, out stride (bytes), panels a chunk, rows a chunk, scratch (SCRATCH bytes
-    a thread), bias address (0: none), 1 to add to `out` instead of overwriting it.
+    a thread), bias address (0: none).
     """
     tiles = row_tiles(kind)
-    size = WEIGHT_BYTES[kind]
+    size = SIZE[kind]
 
     @njit(KERNEL, **OPTIONS)
     def matmul_kernel(op, chunk, thread):  # type: ignore[no-untyped-def]
@@ -143,7 +153,7 @@ def matmul(kind: str) -> Any:
         m_total, n_total, k_total = load64(op + 40), load64(op + 48), load64(op + 56)
         x_stride, out_stride = load64(op + 64), load64(op + 72)
         panels_a_chunk, rows_a_chunk = load64(op + 80), load64(op + 88)
-        scratch, bias, accumulate = load64(op + 96) + thread * SCRATCH, load64(op + 104), load64(op + 112)
+        scratch, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
         panels = (n_total + PANEL - 1) // PANEL
         groups = (panels + panels_a_chunk - 1) // panels_a_chunk
         first_panel = (chunk % groups) * panels_a_chunk
@@ -156,7 +166,7 @@ def matmul(kind: str) -> Any:
                 columns = min(PANEL, n_total - p * PANEL)
                 target = out + row * out_stride + p * PANEL * 4
                 stride = out_stride
-                direct = columns == PANEL and accumulate == 0
+                direct = columns == PANEL
                 if not direct:
                     target = scratch
                     stride = PANEL * 4
@@ -173,27 +183,17 @@ def matmul(kind: str) -> Any:
                         if bias != 0:
                             for c in range(columns):
                                 store_float(a + 4 * c, load_float(a + 4 * c) + load_float(bias + (p * PANEL + c) * 4))
-                        if accumulate != 0:
-                            for c in range(columns):
-                                store_float(o + 4 * c, load_float(o + 4 * c) + load_float(a + 4 * c))
-                        elif not direct:
+                        if not direct:
                             for c in range(columns):
                                 store_float(o + 4 * c, load_float(a + 4 * c))
 
     return matmul_kernel
 
 
-def _copy(kind: str) -> Any:
-    """One float at `source` stored as `kind` at `target`."""
-    from cupaged.kernels.cpu import emit
-
-    return {"float32": emit.store_float, "float16": emit.store_half, "bfloat16": emit.store_bfloat}[kind]
-
-
 def pack(kind: str) -> Any:
     """Pack `rows` <= 64 float32 rows of K (contiguous) into one panel. Record: source, panel, rows, K. One chunk."""
-    store = _copy(kind)
-    size = WEIGHT_BYTES[kind]
+    store = STORE[kind]
+    size = SIZE[kind]
 
     @njit(KERNEL, **OPTIONS)
     def pack_kernel(op, _chunk, _thread):  # type: ignore[no-untyped-def]
@@ -212,16 +212,14 @@ def pack(kind: str) -> Any:
 
 def embed(kind: str) -> Any:
     """A row of a packed matrix as float32, scaled. Record: ids (int32), panels, out, K, scale bits. Chunk: a token."""
-    from cupaged.kernels.cpu import emit
-
-    load = {"float32": emit.load_float, "float16": emit.load_half, "bfloat16": emit.load_bfloat}[kind]
-    size = WEIGHT_BYTES[kind]
+    load = LOAD[kind]
+    size = SIZE[kind]
 
     @njit(KERNEL, **OPTIONS)
     def embed_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
         ids, panels, out, k_total = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
         scale = as_float(load64(op + 48))
-        n = emit.load32(ids + 4 * chunk)
+        n = load32(ids + 4 * chunk)
         row = panels + (n // PANEL) * k_total * PANEL * size + (n % PANEL) * size
         for k in range(k_total):
             store_float(out + (chunk * k_total + k) * 4, load(row + k * PANEL * size) * scale)

@@ -56,7 +56,7 @@ class KernelLibrary:
 
 
 def cache_folders() -> list[Path]:
-    """Folders to keep compiled kernels in, best first: $CUPAGED_CACHE_DIR, the user's cache, a private temporary one."""
+    """Folders for compiled kernels, best first: $CUPAGED_CACHE_DIR alone, or the user's cache, a temporary one."""
     folders = []
     chosen = os.environ.get("CUPAGED_CACHE_DIR")
     if chosen:
@@ -75,7 +75,7 @@ def _key() -> str:
 
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for source in sorted(here.glob("*.py")) + [here.parent / "interface.py"]:
+    for source in [*sorted(here.glob("*.py")), here.parent / "interface.py"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     facts = (_FORMAT, version("numba"), version("llvmlite"), llvm.get_host_cpu_name())
     digest.update(repr((facts, sorted(llvm.get_host_cpu_features().items()))).encode())
@@ -119,7 +119,7 @@ def _read(path: Path) -> list[tuple[str, str, bytes]] | None:
 
 
 def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
-    """Keep the objects: a temporary file, then a rename, so that a reader sees all or nothing. False if not possible."""
+    """Keep the objects: a temporary file, then a rename: a reader sees all or nothing. False if not possible."""
     body = b"".join(
         b"".join(len(part).to_bytes(4, "little") for part in parts) + b"".join(parts)
         for parts in ((name.encode(), symbol.encode(), code) for name, symbol, code in objects)

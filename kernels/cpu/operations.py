@@ -22,7 +22,9 @@ from cupaged.kernels.interface import (
     STORAGE_BYTES,
     Activation,
     Array,
+    AttentionPlan,
     KVView,
+    Matrix,
     SampleRows,
     StorageType,
     WeightSource,
@@ -141,12 +143,14 @@ class CpuOperations:
 
     # -- dense
 
-    def embed(self, ids: Array, table: PackedMatrix, out: Array, scale: float = 1.0) -> None:
+    def embed(self, ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
+        packed = _packed("table", table)
         ids_at, out_at = _contiguous("ids", ids, np.int32), _contiguous("out", out)
-        arguments = (ids_at, table.address, out_at, table.cols, float_bits(scale))
-        self.team.launch(f"embed_{table.dtype}", len(ids), *arguments)
+        arguments = (ids_at, packed.address, out_at, packed.cols, float_bits(scale))
+        self.team.launch(f"embed_{packed.dtype}", len(ids), *arguments)
 
-    def matmul(self, x: Array, weight: PackedMatrix, out: Array, bias: Array | None = None) -> None:
+    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
+        packed = _packed("weight", weight)
         if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
             raise KernelError(f"matmul: {x.shape} by {weight.rows}x{weight.cols} into {out.shape}")
         (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
@@ -156,10 +160,10 @@ class CpuOperations:
         rows_a_chunk = _ROWS_A_CHUNK if panels >= 8 else 48
         chunks = -(-panels // panels_a_chunk) * -(-count // rows_a_chunk)
         self.team.launch(
-            f"matmul_{weight.dtype}", chunks,
-            weight.address, x_at, out_at, count, weight.rows, weight.cols, x_stride, out_stride,
+            f"matmul_{packed.dtype}", chunks,
+            packed.address, x_at, out_at, count, packed.rows, packed.cols, x_stride, out_stride,
             panels_a_chunk, rows_a_chunk, self._scratch_address("matmul", 0),
-            0 if bias is None else _contiguous("bias", bias), 0,
+            0 if bias is None else _contiguous("bias", bias),
         )  # fmt: skip
 
     # -- elementwise
@@ -224,9 +228,11 @@ class CpuOperations:
         return make_plan(table, starts, contexts, num_heads // cache.num_kv_heads, window)
 
     def paged_attention(
-        self, query: Array, cache: KVView, layer: int, plan: CpuAttentionPlan, out: Array, scale: float,
+        self, query: Array, cache: KVView, layer: int, plan: AttentionPlan, out: Array, scale: float,
         soft_cap: float | None = None, sinks: Array | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(plan, CpuAttentionPlan):
+            raise KernelError(f"plan: a {type(plan).__name__} was made by another set of kernels")
         heads, dim = query.shape[1:]
         if query.shape != out.shape or query.shape[0] != plan.num_tokens or dim != cache.head_dim:
             raise KernelError(f"query: shape {query.shape}, for {plan.num_tokens} tokens and out {out.shape}")
@@ -271,6 +277,12 @@ class CpuOperations:
         arguments = (_contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
         self.team.launch("sample", count, *arguments)
         return [int(token) for token in out]
+
+
+def _packed(name: str, weight: Matrix) -> PackedMatrix:
+    if not isinstance(weight, PackedMatrix):
+        raise KernelError(f"{name}: a {type(weight).__name__} was packed for another set of kernels")
+    return weight
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:

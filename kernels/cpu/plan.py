@@ -1,4 +1,4 @@
-"""The work list of an attention call on the CPU, made on the host by plain functions. See attention.py for the scheme."""
+"""The work list of an attention call on the CPU, made on the host by plain functions. The scheme is attention.py's."""
 
 from __future__ import annotations
 
