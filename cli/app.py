@@ -62,12 +62,13 @@ def run(args: list[str]) -> int:
         except click.exceptions.Exit as done:
             return _flushed(done.exit_code)
         except (KeyboardInterrupt, click.Abort):
-            interrupt.finish()
-            return errors.INTERRUPTED
+            return interrupt.finish()
         except (errors.OutputClosedError, BrokenPipeError):
             _discard_output()
             return errors.BROKEN_PIPE
         except Exception as error:
+            if interrupt.hit:  # what became of the KeyboardInterrupt on its way here
+                return interrupt.finish()
             return errors.report(error, debug=settings.debug)
 
 

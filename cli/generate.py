@@ -10,7 +10,7 @@ from cupaged.cli import runtime
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
 from cupaged.cli.prompts import collect
-from cupaged.cli.session import Job, Session
+from cupaged.cli.session import DEFAULT_MAX_TOKENS, Job, Session
 from cupaged.cli.statistics import Statistics
 from cupaged.errors import OptionError
 
@@ -39,7 +39,12 @@ SAMPLING_OPTIONS = (
 )
 @click.option("--chat", is_flag=True, help="Prompts are a user's messages, put into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message of a chat.")
-@click.option("--max-tokens", "-n", type=int, default=256, show_default=True, help="Tokens to generate at most.")
+@click.option(
+    "--max-tokens",
+    "-n",
+    type=int,
+    help=f"Tokens to generate at most.  [default: {DEFAULT_MAX_TOKENS}, or what the context has room for]",
+)
 @click.option(
     "--temperature",
     "-t",

@@ -7,14 +7,17 @@ it: if the main thread has not ended the process in time, or at a second Ctrl-C,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 from types import FrameType, TracebackType
 
 from cupaged.cli.errors import INTERRUPTED
+from cupaged.cli.output import Output
 
 GRACE_SECONDS = 1.2
 MESSAGE = "cupaged: interrupted\n"
@@ -28,7 +31,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._active = False
-        self._hit = False
+        self.hit = False
         self._announced = threading.Lock()  # taken for good by whoever prints
 
     def __enter__(self) -> Interrupt:
@@ -39,6 +42,8 @@ class Interrupt:
             self._writer.setblocking(False)
             self._old_handler = signal.signal(signal.SIGINT, self._on_signal)
             self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            self._old_hook = sys.unraisablehook
+            sys.unraisablehook = self._on_unraisable
             self._watcher = threading.Thread(target=self._watch, name="cupaged-interrupt", daemon=True)
             self._watcher.start()
         return self
@@ -47,29 +52,41 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an interrupt everything stays armed, so that a shutdown that hangs is cut short too.
-        if self._active and not self._hit:
+        if self._active and not self.hit:
             signal.set_wakeup_fd(self._old_wakeup)
             signal.signal(signal.SIGINT, self._old_handler)
+            sys.unraisablehook = self._old_hook
             self._writer.close()
             self._watcher.join()
             self._reader.close()
 
-    def finish(self) -> None:
-        """The KeyboardInterrupt has arrived: print the one line and have further Ctrl-C do nothing.
+    def finish(self) -> int:
+        """The KeyboardInterrupt has arrived: print the one line and end the process; returns the code if not active.
 
-        The interpreter would give SIGINT its default action back while it shuts down, but leaves an ignored one alone.
+        The interpreter is not taken down: the interrupt may come out of LLVM or from the middle of an import, and what
+        was made halfway there is not safe to destroy. (It also would die by SIGINT, not with a code, once a
+        KeyboardInterrupt has passed through exec(), as in the making of a dataclass.)
         """
-        if self._active:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._print_once()
+        if self._active:
+            os._exit(INTERRUPTED)
+        return INTERRUPTED
 
     def _print_once(self) -> None:
         if self._announced.acquire(blocking=False):
-            os.write(2, MESSAGE.encode())
+            mid_line = Output.line_is_open and sys.stdout is not None and sys.stdout.isatty()
+            with contextlib.suppress(OSError):
+                os.write(2, (f"\n{MESSAGE}" if mid_line else MESSAGE).encode())
+
+    def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """A KeyboardInterrupt that came up in a callback from C, or in a __del__, goes nowhere: end here."""
+        if lost.exc_type is KeyboardInterrupt:
+            self.finish()
+        self._old_hook(lost)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._hit:
-            self._hit = True
+        if not self.hit:
+            self.hit = True
             raise KeyboardInterrupt
 
     def _watch(self) -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from cupaged.cli.errors import OutputClosedError
 from cupaged.errors import CupagedError
@@ -20,11 +20,13 @@ _VISIBLE_CONTROLS |= {127: "\u2421"} | dict.fromkeys(range(128, 160), "\ufffd")
 class Output:
     """stdout, flushed at every write. Raises OutputClosedError once nobody reads it."""
 
+    line_is_open: ClassVar[bool] = False  # the last character written to stdout was no line break
+
     def __init__(self) -> None:
         if sys.stdout is None:
             raise CupagedError("standard output is closed")
         self._stream = sys.stdout
-        self.at_line_start = True
+        Output.line_is_open = False
         self.is_terminal = self._stream.isatty()
         encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower().replace("-", "")
         self._ascii_json = encoding != "utf8"
@@ -34,7 +36,7 @@ class Output:
     def write(self, text: str) -> None:
         if not text:
             return
-        self.at_line_start = text.endswith("\n")
+        Output.line_is_open = not text.endswith("\n")
         try:
             self._stream.write(text.translate(_VISIBLE_CONTROLS) if self.is_terminal else text)
             self._stream.flush()
@@ -45,7 +47,7 @@ class Output:
 
     def end_line(self) -> None:
         """Start a new line, unless the last character written was a line break."""
-        if not self.at_line_start:
+        if Output.line_is_open:
             self.write("\n")
 
     def json(self, value: Any, indent: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from cupaged.cli.errors import complain
@@ -10,13 +11,14 @@ from cupaged.cli.output import Output, as_json
 from cupaged.cli.progress import Progress
 from cupaged.cli.prompts import Prompt
 from cupaged.cli.statistics import Statistics
-from cupaged.errors import OptionError, RequestError
+from cupaged.errors import CapacityError, OptionError, RequestError
 
 if TYPE_CHECKING:
     from cupaged.llm import LLM, PieceStream
     from cupaged.outputs import RequestOutput, StreamPiece
     from cupaged.sampling import SamplingParams
 
+DEFAULT_MAX_TOKENS = 256
 EXCERPT = 60  # characters of a prompt in the headings of several outputs
 
 
@@ -27,8 +29,12 @@ class Job:
         from cupaged.sampling import SamplingParams
 
         self.prompt = prompt
+        options = sampling | dict(prompt.params)
+        self.by_default = "max_tokens" not in prompt.params and sampling["max_tokens"] is None
+        if self.by_default:
+            options["max_tokens"] = DEFAULT_MAX_TOKENS
         try:
-            self.params: SamplingParams = SamplingParams(**(sampling | dict(prompt.params)))
+            self.params: SamplingParams = SamplingParams(**options)
         except OptionError as error:
             if prompt.params:
                 raise OptionError(f"{prompt.where}: {error}") from None
@@ -83,15 +89,24 @@ class Session:
         streams = []
         for index, job in enumerate(jobs):
             try:
-                if self._chat:
-                    streams.append(self._llm.chat_stream(self._messages(job), job.params))
-                else:
-                    streams.append(self._llm.stream(job.prompt.content, job.params))
+                try:
+                    streams.append(self._stream(job, job.params))
+                except CapacityError:
+                    # The default shall not stand in the way of a long prompt: without a limit the context is the limit,
+                    # and here it is the smaller one.
+                    if not job.by_default:
+                        raise
+                    streams.append(self._stream(job, replace(job.params, max_tokens=None)))
             except RequestError as error:
                 if len(jobs) == 1:
                     raise
                 raise type(error)(f"{_place(index, jobs)}: {error}") from None
         return streams
+
+    def _stream(self, job: Job, params: SamplingParams) -> PieceStream:
+        if self._chat:
+            return self._llm.chat_stream(self._messages(job), params)
+        return self._llm.stream(job.prompt.content, params)
 
     def _pieces(self, stream: PieceStream) -> Iterator[tuple[StreamPiece, RequestOutput | None]]:
         """The pieces of a stream, the last one with the whole result, which is gone once the stream ends."""
@@ -107,7 +122,7 @@ class Session:
         """The text, or the ids where the model has no tokenizer: a line of them, as --token-ids takes them."""
         if self._llm.tokenizer is not None:
             return piece.text
-        comma = "" if self._output.at_line_start or not piece.token_ids else ","
+        comma = "" if not Output.line_is_open or not piece.token_ids else ","
         return comma + _ids_text(piece.token_ids)
 
     def _messages(self, job: Job) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ Run as a script, it is `cupaged` with this stand-in: `python fake_llm.py generat
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import sys
 import time
@@ -29,6 +30,19 @@ class Event:
 def stuck_in_compiled_code() -> None:
     """Some ten seconds without the GIL and without running Python's signal handlers, as in a long kernel."""
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 30_000_000)
+
+
+def sleep_that_wraps() -> None:
+    """Turns an interrupt into another exception, as Python 3.11 does with one in __set_name__."""
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt as error:
+        raise RuntimeError("Error calling __set_name__") from error
+
+
+def sleep_in_a_callback() -> None:
+    """Called from C, where an exception goes nowhere, as LLVM calls llvmlite."""
+    ctypes.CFUNCTYPE(None)(lambda: time.sleep(60))()
 
 
 @dataclass
@@ -70,6 +84,9 @@ class FakeLLM:
         if self.mode == "stuck-load":
             print("loading", file=sys.stderr, flush=True)
             stuck_in_compiled_code()
+        if self.mode in ("wrapped-load", "lost-load"):
+            print("loading", file=sys.stderr, flush=True)
+            sleep_that_wraps() if self.mode == "wrapped-load" else sleep_in_a_callback()
         if self.mode == "staged":
             progress(Event("weights", 1, 4))
             time.sleep(1.4)

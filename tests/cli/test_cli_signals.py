@@ -25,7 +25,7 @@ def interrupt(process: subprocess.Popen[bytes], times: int = 1) -> tuple[bytes, 
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("mode", ["slow-load", "stuck-load"])
+@pytest.mark.parametrize("mode", ["slow-load", "stuck-load", "wrapped-load", "lost-load"])
 def test_U02_interrupt_while_loading(start: Start, mode: str, times: int) -> None:
     process = start(*GENERATE, f"fake:{mode}")
     assert process.stderr is not None and process.stderr.readline() == b"loading\n"
