@@ -12,6 +12,7 @@ import click
 
 import cupaged
 from cupaged.cli import errors
+from cupaged.cli.bench import bench
 from cupaged.cli.generate import generate
 from cupaged.cli.info import info
 from cupaged.cli.interrupt import Interrupt
@@ -43,6 +44,7 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
+cli.add_command(bench)
 cli.add_command(generate)
 cli.add_command(info)
 
