@@ -130,12 +130,13 @@ def _fill(cache: PagedKVCache) -> None:
     pool[...] = np.resize(stored.astype(pool.dtype), pool.shape)
 
 
-def run_all(threads: int | None, seconds: float) -> Iterator[Result]:
-    """All rows, as they are measured. `seconds` for each."""
+def run_all(threads: int | None, seconds: float, only: str | None = None) -> Iterator[Result]:
+    """All rows, as they are measured; `only` "matmul" or "attention". `seconds` for each row."""
     device = CpuDevice(threads)
     try:
         roofs = Roofs(device.team)
-        yield from bench_matmul(device, roofs, seconds)
-        yield from bench_attention(device, roofs, seconds)
+        for name, bench in (("matmul", bench_matmul), ("attention", bench_attention)):
+            if only in (None, name):
+                yield from bench(device, roofs, seconds)
     finally:
         device.close()
