@@ -10,9 +10,12 @@ from cupaged.cli import runtime
 from cupaged.cli.output import Output
 
 
-@click.group()
-def bench() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
     """Measure kernels on this machine."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @bench.command()

@@ -180,7 +180,7 @@ class LLM:
                 "windows": [group.window for group in config.kv_groups],
                 "tokenizer": model.tokenizer is not None,
             },
-            "memory": {
+            "kv_cache": {
                 "kv_dtype": memory.kv_dtype,
                 "kv_bytes_per_token": memory.bytes_per_token,
                 "block_size": memory.block_size,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from cupaged.errors import KernelError
+from cupaged.kernels.arguments import check_attention
 from cupaged.kernels.interface import Array, AttentionPlan, KVView
-from cupaged.kernels.reference.blocks import gather, resolve
+from cupaged.kernels.reference.blocks import gather
 
 
 @dataclass(slots=True)
@@ -44,31 +44,13 @@ def plan_attention(
 
     tables [S, W] int32 block references; query_starts: S + 1 ascending ints from 0; context_lens: S ints >= 0.
     Sequence s has the queries query_starts[s]..query_starts[s+1]-1, the last ones of its context_lens[s] positions;
-    with more queries than positions the first of them see nothing (so a context of 0 serves as padding). Only entries
-    of tables whose block holds a visible key are used: others, outside the window or the context, may be anything.
-    KernelError: heads that are no multiple of the KV heads, a window below 1, lengths that do not fit each other or the
-    table, a used entry that is no plain block of this cache.
+    with more queries than positions the first of them see nothing (so a context of 0 serves as padding). KernelError
+    and which entries may be anything: see `check_attention`.
     """
-    if num_heads <= 0 or num_heads % cache.num_kv_heads:
-        raise KernelError(f"num_heads: {num_heads} heads are no multiple of {cache.num_kv_heads} KV heads")
-    if window is not None and window < 1:
-        raise KernelError(f"window: {window} is not at least 1")
-    tables = np.array(tables, np.int32)
-    starts, contexts = tuple(int(s) for s in query_starts), tuple(int(c) for c in context_lens)
-    if tables.ndim != 2 or len(tables) != len(contexts) or len(starts) != len(contexts) + 1:
-        shape, sequences = tables.shape, len(contexts)
-        raise KernelError(f"tables {shape}, query_starts ({len(starts)}): not of {sequences} context_lens")
-    if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
-        raise KernelError("query_starts: not ascending from 0")
-    for sequence, context in enumerate(contexts):
-        if not 0 <= context <= tables.shape[1] * cache.block_size:
-            slots = tables.shape[1] * cache.block_size
-            raise KernelError(f"context_lens[{sequence}]: {context} is not in 0..{slots}, the slots of its table")
-        queries = starts[sequence + 1] - starts[sequence]
-        first, stop = _keys_needed(context, queries, window)
-        for index in range(first // cache.block_size, -(-stop // cache.block_size)):
-            resolve(cache, int(tables[sequence, index]), f"tables[{sequence}, {index}]")
-    return ReferencePlan(starts[-1], num_heads, tables, starts, contexts, window)
+    table, starts, contexts = check_attention(cache, tables, query_starts, context_lens, num_heads, window)
+    return ReferencePlan(
+        int(starts[-1]), num_heads, table.copy(), tuple(starts.tolist()), tuple(contexts.tolist()), window
+    )
 
 
 def _keys_needed(context: int, queries: int, window: int | None) -> tuple[int, int]:

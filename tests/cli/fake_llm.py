@@ -104,7 +104,8 @@ class FakeLLM:
             time.sleep(60)
 
     def info(self) -> dict[str, Any]:
-        return {"memory": {"kv_bytes_per_token": 46080, "num_blocks": 10, "kv_memory_bytes": 3 * 2**20}, **self.options}
+        plan = {"kv_bytes_per_token": 46080, "num_blocks": 10, "kv_memory_bytes": 3 * 2**20}
+        return {"kv_cache": plan, **self.options}
 
     def stream(self, prompt: Any, params: Any) -> Stream:
         if prompt == "":

@@ -99,7 +99,7 @@ def test_S06_a_prompt_that_leaves_less_than_the_default_room_gets_what_there_is(
 
 def test_info_tells_the_memory_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "-w", str(GOLDEN), "--kv-dtype", "float16", "--kv-memory", "96KiB", "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
+    memory = json.loads(capsys.readouterr().out)["kv_cache"]
     token = 2 * 3 * 2 * 16 * 2  # k and v, layers, kv heads, head_dim, bytes
     assert memory["kv_bytes_per_token"] == token and memory["block_bytes"] == 16 * token
     assert memory["num_blocks"] == 96 * 1024 // (16 * token) and memory["kv_bytes"] == memory["num_blocks"] * 16 * token
