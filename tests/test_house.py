@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cupaged", "kernels", "model", "cli")
+ROOMS = ("cupaged", "kernels", "model", "cli", "bench")
 MAX_LINES = 450
 
 # Folder or file -> what of ours it may import: the first entry that matches counts. Imports run one way:
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "kernels/": ("cupaged.kernels", "cupaged.errors"),
     "model/": ("cupaged.model", "cupaged.kernels.interface", "cupaged.errors"),
     "cli/": ("cupaged",),
+    "bench/": ("cupaged", "-cupaged.cli"),
 }  # fmt: skip
 CUPY_ROOMS = ("cupaged/device/", "kernels/cuda/")
 BRINGS = {"numba": ("llvmlite",), "cupy-cuda12x": ("cupy", "cupy_backends")}  # import names that differ
@@ -118,7 +119,7 @@ def test_rooms_are_imported_by_their_installed_names() -> None:
     """`import kernels` works in a checkout, makes every module twice, and fails once installed."""
     wrong = [
         f"{name_of(path)} imports {module}"
-        for path in python_files(*ROOMS, "tests", "bench")
+        for path in python_files(*ROOMS, "tests")
         for module, _ in imports(path)
         if module.split(".")[0] in ("kernels", "model", "cli", "bench", "tests")
     ]
@@ -172,12 +173,12 @@ def test_torch_is_imported_nowhere() -> None:
 
 def test_every_folder_of_modules_is_a_package() -> None:
     """setup.py finds packages by their __init__.py."""
-    folders = {path.parent for path in python_files(*ROOMS, "bench")}
+    folders = {path.parent for path in python_files(*ROOMS)}
     assert [name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
 def text_files() -> list[Path]:
-    rooms = [path for room in (*ROOMS, "tests", "bench", "docs", ".ci") for path in (ROOT / room).rglob("*")]
+    rooms = [path for room in (*ROOMS, "tests", "docs", ".ci") for path in (ROOT / room).rglob("*")]
     suffixes = {".py", ".cu", ".cuh", ".toml", ".md", ".sh", ".yml", ".txt"}
     named = [path for path in (*rooms, *ROOT.iterdir()) if path.suffix in suffixes or path.name in ("Makefile", "run")]
     return sorted(path for path in named if path.is_file() and "__pycache__" not in path.parts)
