@@ -185,13 +185,14 @@ class Engine:
                     self._run_chunks([chunk])
             return
         # Only now does anything change: an interrupt before this leaves every sequence as it was.
+        # And the token comes before the commit: interrupted in between, its predecessor is merely computed once more.
         row = 0
         for chunk in chunks:
-            if chunk.sequence.tables is not None:
-                self.manager.commit_append(chunk.sequence.tables, chunk.count)
             if chunk.samples:
                 self._accept(chunk.sequence, logits[row], outcomes[row])
                 row += 1
+            if chunk.sequence.tables is not None:  # None: that was its last token, and its blocks are free again
+                self.manager.commit_append(chunk.sequence.tables, chunk.count)
 
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
