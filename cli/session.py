@@ -114,7 +114,7 @@ class Session:
             self._progress.clear()
             result = None
             if piece.usage is not None:
-                result = self._llm.engine.request(stream.request_id).output()
+                result = stream.output()
                 self._statistics.add(result)
             yield piece, result
 

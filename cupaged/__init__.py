@@ -32,7 +32,22 @@ _HOMES = {
     "CupagedError": "cupaged.errors",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = [
+    "LLM",
+    "BlockPool",
+    "BlockTable",
+    "CompletionOutput",
+    "CupagedError",
+    "Engine",
+    "PagedKVCache",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamPiece",
+    "Usage",
+    "__version__",
+    "paged_attention",
+    "write_kv",
+]
 
 if TYPE_CHECKING:
     from cupaged.attention import paged_attention as paged_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -310,6 +311,7 @@ class PieceStream:
         self.request_id = request_id
         self._llm = llm
         self._closed = False
+        self._last: RequestOutput | None = None
         self._pieces = llm._pieces(request_id)
 
     def __iter__(self) -> PieceStream:
@@ -324,7 +326,21 @@ class PieceStream:
             self.close()
             raise
 
+    def output(self) -> RequestOutput:
+        """The result as it stands, `.error` set if the request failed; after the end or `close`, the last there was."""
+        if self._last is not None:
+            return self._last
+        with self._llm._lock:
+            return self._llm._model.engine.request(self.request_id).output()
+
     def close(self) -> None:
+        """End the request if it still runs."""
+        if not self._closed:
+            with self._llm._lock, contextlib.suppress(DeviceError):  # the LLM may have been closed before
+                self._last = self.output()
+            self._drop()
+
+    def _drop(self) -> None:
         if not self._closed:
             self._closed = True
             self._llm._forget([self.request_id])
@@ -336,7 +352,7 @@ class PieceStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._drop()
 
 
 def _kind(value: object) -> str:

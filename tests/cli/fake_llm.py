@@ -47,16 +47,11 @@ def sleep_in_a_callback() -> None:
 
 @dataclass
 class Stream:
-    request_id: str
+    result: RequestOutput
     pieces: Iterator[StreamPiece]
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self.pieces
-
-
-@dataclass
-class FakeRequest:
-    result: RequestOutput
 
     def output(self) -> RequestOutput:
         return self.result
@@ -113,19 +108,14 @@ class FakeLLM:
         result = self._result(len(self.results), prompt, params)
         self.results[result.request_id] = result
         self.params.append(params)
-        return Stream(result.request_id, self._pieces(result))
+        return Stream(result, self._pieces(result))
 
     def chat_stream(self, messages: list[dict[str, str]], params: Any) -> Stream:
         stream = self.stream("chat", params)
-        stream.pieces = iter([StreamPiece(stream.request_id, 0, repr(messages), [1], None, "stop", 0, Usage(3, 1))])
+        stream.pieces = iter(
+            [StreamPiece(stream.result.request_id, 0, repr(messages), [1], None, "stop", 0, Usage(3, 1))]
+        )
         return stream
-
-    @property
-    def engine(self) -> FakeLLM:
-        return self
-
-    def request(self, request_id: str) -> FakeRequest:
-        return FakeRequest(self.results[request_id])
 
     def _pieces(self, result: RequestOutput) -> Iterator[StreamPiece]:
         for index, token in enumerate(result.token_ids):
