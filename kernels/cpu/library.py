@@ -82,25 +82,25 @@ def _key() -> str:
     return digest.hexdigest()[:32]
 
 
-def _trusted(path: Path) -> bool:
-    """Whether only we could have written the file: it holds code that will run."""
-    try:
-        status = path.stat()
-        folder = path.parent.stat()
-    except OSError:
-        return False
-    if not hasattr(os, "getuid"):
-        return True
-    owners = (os.getuid(), 0)
-    return all(s.st_uid in owners and not s.st_mode & 0o022 for s in (status, folder))
+def _trusted(status: os.stat_result) -> bool:
+    """Whether only we, or root, could have written a file: it holds code that will run."""
+    return not hasattr(os, "getuid") or (status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022)
 
 
 def _read(path: Path) -> list[tuple[str, str, bytes]] | None:
-    """The objects of a cache file, or None if it is missing, damaged or writable by others."""
-    if not _trusted(path):
-        return None
+    """The objects of a cache file, or None if it is missing, damaged or writable by others.
+
+    What is checked is the opened file: a path may lead elsewhere a moment later. A pipe there must not hold us up.
+    """
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
     try:
-        data = path.read_bytes()
+        with open(path, "rb", opener=without_waiting) as file:
+            if not _trusted(os.fstat(file.fileno())):
+                return None
+            data = file.read()
     except OSError:
         return None
     if len(data) < 64 or hashlib.sha256(data[32:]).digest() != data[:32]:
@@ -136,7 +136,7 @@ def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
             raise
     except OSError:
         return False
-    return _trusted(path)
+    return _read(path) is not None
 
 
 def load_library(progress: Progress | None = None) -> KernelLibrary:
