@@ -94,19 +94,20 @@ def test_a_stream_dropped_inside_a_step_ends_after_it() -> None:
     with tiny() as llm:
         expected = llm.generate([prompt(6)], greedy(8))[0].token_ids
         victims = [llm.stream(prompt(9), greedy(50))]
+        left: list[int] = []
         forward = llm.engine._forward
 
         def dropping(chunks: Sequence[Chunk]) -> Any:
             if victims and len(chunks) == 2:
                 del victims[:]
                 gc.collect()
-                assert len(llm.engine.scheduler.running) == 2  # still as this step was planned
+                left.append(len(llm.engine.scheduler.running))
             return forward(chunks)
 
         llm.engine._forward = dropping  # type: ignore[method-assign]
         stream = llm.stream(prompt(6), greedy(8))
         assert tokens(stream) == expected
-        assert not victims
+        assert left == [2]  # inside the step everything was still as planned
         assert not llm.engine.has_work
         llm.engine.check_idle()
 
@@ -203,24 +204,22 @@ def test_K22_threads_use_an_llm_each() -> None:
 
 
 def test_K22_a_waiting_thread_gets_its_turn() -> None:
-    """With a plain lock the thread that generates takes it again before a waiting one wakes."""
-    with tiny(max_sequences=64) as llm:
-        order: list[str] = []
-        started = threading.Event()
+    """With a plain lock the thread that generates takes it again before a waiting one wakes, for hundreds of steps."""
+    with tiny() as llm:
+        waits: list[int] = []
 
         def long() -> None:
-            for piece in llm.stream(prompt(5), greedy(240)):
-                started.set()
-                if piece.finish_reason:
-                    order.append("long")
+            llm.generate([prompt(5, n) for n in range(8)], greedy(240))
 
         def short() -> None:
-            started.wait(10)
-            llm.generate([prompt(5)], greedy(3))
-            order.append("short")
+            for _ in range(10):
+                before = llm.engine.num_steps
+                stream = llm.stream(prompt(5), greedy(2))
+                waits.append(llm.engine.num_steps - before)
+                assert len(tokens(stream)) == 2
 
         assert in_threads(long, short) == [None, None]
-        assert order == ["short", "long"]
+        assert max(waits) <= 10, waits
 
 
 def test_closing_ends_the_requests_of_other_threads_with_an_error() -> None:

@@ -26,9 +26,8 @@ BLOCK = 2 * 32 * 16 * 8 * 128 * 2  # bytes: K and V, layers, tokens, KV heads, h
 
 
 def plan(
-    kv_memory: Any = None, max_model_len: int | None = None, available: int = 64 * GIB, **options: Any
+    kv_memory: Any = None, max_model_len: Any = None, available: int = 64 * GIB, dtype: Any = "float16", size: int = 16
 ) -> MemoryPlan:
-    dtype, size = options.get("dtype", "float16"), options.get("block_size", 16)
     return plan_memory(CONFIG, dtype, size, kv_memory, max_model_len, available, 15 * GIB)
 
 

@@ -1,0 +1,300 @@
+"""The CPU as a device: capture and replay, its thread team, the attention plan, the cache of compiled kernels."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import DATA, Bare, expected
+
+from cupaged.cache import PagedKVCache
+from cupaged.device import get_device, make_device
+from cupaged.device.cpu import CpuDevice, host_memory, usable_processors
+from cupaged.errors import DeviceError, KernelError, OptionError
+from cupaged.kernels.cpu import library
+from cupaged.kernels.cpu.plan import make_plan, max_rows
+from cupaged.kernels.interface import PART
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    made = CpuDevice(threads=2)
+    yield made
+    made.close()
+
+
+def array(device: CpuDevice, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.asarray(device.upload(np.random.default_rng(seed).standard_normal(shape, np.float32)))
+
+
+# -- capture and replay
+
+
+def test_a_captured_forward_pass_replays_to_the_eager_bits() -> None:
+    model = Bare(DATA / "qwen3", get_device("cpu"))
+    ids = expected("qwen3")[2][0]
+    eager = model.logits(ids)
+    model.cache.array[:] = np.nan
+    inner = model.decoder.forward
+
+    def captured(batch: Any, caches: Any) -> Any:
+        with model.device.capture() as step:
+            logits = inner(batch, caches)
+        before = logits.copy()
+        logits[:] = np.nan  # nothing ran yet, so nothing is overwritten by this
+        assert before.shape == logits.shape
+        step.replay()
+        return logits
+
+    model.decoder.forward = captured  # type: ignore[method-assign]
+    for chunk in (None, 7):
+        assert np.array_equal(model.logits(ids, chunk), eager)
+
+
+def test_capturing_runs_nothing_and_replaying_uses_what_the_buffers_hold_then(device: CpuDevice) -> None:
+    x, y, weight = array(device, (5, 96), 1), array(device, (5, 96), 2), array(device, (96,), 3)
+    out = device.empty((5, 96), np.float32)
+    out[:] = 7
+    with device.capture() as step:
+        device.ops.add(x, y)
+        device.ops.rms_norm(x, weight, 1e-5, out)
+    assert (out == 7).all()
+    for seed in (10, 11, 12):
+        x[:], y[:] = array(device, (5, 96), seed), array(device, (5, 96), seed + 50)
+        total = x + y
+        step.replay()
+        assert np.array_equal(x, total)
+        replayed = out.copy()
+        device.ops.rms_norm(total, weight, 1e-5, out)
+        assert np.array_equal(replayed, out)
+
+
+def test_scratch_that_a_capture_outgrows_stays_alive(device: CpuDevice) -> None:
+    """Two attention calls in one capture, the second with more partial results: the first's must not be freed."""
+    heads, dim = 4, 32
+    cache = PagedKVCache(300, 16, heads, dim, 1, "float32", device)
+    cache.array[:] = np.random.default_rng(0).standard_normal(cache.array.size, np.float32)
+    table = np.arange(300, dtype=np.int32)[None]
+    jobs = []
+    for count, context in ((1, 40), (200, 4800)):
+        query, out = array(device, (count, heads, dim), count), device.empty((count, heads, dim), np.float32)
+        jobs.append((query, out, device.ops.plan_attention(cache.view, table, [0, count], [context], heads)))
+    with device.capture() as step:
+        for query, out, plan in jobs:
+            device.ops.paged_attention(query, cache.view, 0, plan, out, 0.1)
+    gc.collect()
+    filler = [np.full(1 << n, np.nan, np.float32) for n in range(6, 20)]  # what is free gets overwritten
+    step.replay()
+    captured = [out.copy() for _, out, _ in jobs]
+    for (query, out, plan), replayed in zip(jobs, captured, strict=True):
+        device.ops.paged_attention(query, cache.view, 0, plan, out, 0.1)
+        assert np.array_equal(out, replayed)
+    assert len(filler) == 14
+
+
+def test_a_capture_that_fails_ends_and_captures_do_not_nest(device: CpuDevice) -> None:
+    x = array(device, (4, 8), 1)
+    with pytest.raises(KernelError):
+        with device.capture():
+            device.ops.add(x, x.astype(np.float64))
+    with device.capture():
+        with pytest.raises(DeviceError, match="capture is already running"):
+            with device.capture():
+                pass
+    double = 2 * x
+    device.ops.add(x, x.copy())  # and eager work runs again
+    assert np.array_equal(x, double)
+
+
+# -- the team
+
+
+def test_threads_are_started_at_first_use_and_closed_with_the_device() -> None:
+    before = threading.active_count()
+    device = CpuDevice(threads=4)
+    assert threading.active_count() == before
+    x = array(device, (3, 8), 1)
+    device.ops.add(x, x.copy())
+    assert threading.active_count() == before + 3
+    device.close()
+    device.close()
+    assert threading.active_count() == before
+    with pytest.raises(DeviceError, match="closed"):
+        device.ops.add(x, x.copy())
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257, True, 1.5, "2"])
+def test_impossible_thread_counts_are_refused(threads: Any) -> None:
+    with pytest.raises(OptionError, match=r"threads: .* 1\.\.256"):
+        CpuDevice(threads=threads)
+
+
+def test_devices_by_name() -> None:
+    with pytest.raises(OptionError, match="device: 'tpu' is not one of auto, cpu, cuda"):
+        make_device("tpu")
+    with pytest.raises(DeviceError, match="cuda"):
+        make_device("cuda")
+    assert get_device("cpu") is get_device("cpu")
+
+
+def test_memory_and_processors_are_those_of_this_process() -> None:
+    total, available = host_memory()
+    assert 0 < available <= total
+    assert 1 <= usable_processors() <= len(os.sched_getaffinity(0))
+
+
+def test_a_quota_of_processors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Path, *_: Any) -> str:
+        return {"cpu.max": "150000 100000"}[self.name]
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(Path, "read_text", read)
+    assert usable_processors() == 1
+
+
+# -- the plan of an attention call
+
+
+def check_plan(starts: list[int], contexts: list[int], group: int, window: int | None) -> None:
+    """Every part of the context that a token sees is in exactly one item, and has its own place for the result."""
+    plan = make_plan(np.zeros((len(contexts), 1), np.int32), np.array(starts), np.array(contexts), group, window)
+    work: dict[int, list[int]] = {token: [] for token in range(starts[-1])}
+    for token, count, position, sequence, part, address in plan.items[:, :6].tolist():
+        assert count * group <= max_rows(group)
+        assert starts[sequence] <= token < token + count <= starts[sequence + 1]
+        assert position == contexts[sequence] - (starts[sequence + 1] - token)
+        assert address == plan.state_starts[token : token + 1].__array_interface__["data"][0]
+        for one in range(token, token + count):
+            work[one].append(part)
+    places: list[int] = []
+    for sequence, context in enumerate(contexts):
+        for token in range(starts[sequence], starts[sequence + 1]):
+            position = context - (starts[sequence + 1] - token)
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = list(range(first // PART, position // PART + 1)) if position >= 0 else []
+            assert set(seen) <= set(work[token])
+            assert plan.state_counts[token] == len(seen)
+            places += range(plan.state_starts[token], plan.state_starts[token] + len(seen))
+    assert places == list(range(plan.num_states))
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 511, 512, 513, 2000])
+@pytest.mark.parametrize("group", [1, 3, 8, 48, 64])
+def test_the_plan_covers_every_part_once(group: int, window: int | None) -> None:
+    check_plan([0, 1, 2, 202, 202, 902], [1, 513, 200, 50, 1500], group, window)
+    check_plan([0], [], group, window)
+    check_plan([0, 0], [0], group, window)
+
+
+# -- compiled kernels, kept
+
+OBJECTS = [("add", "symbol_of_add", b"\x7fELF" + bytes(100)), ("sub", "ünïcode", b""), ("mul", "m", b"x" * 5000)]
+
+
+def test_kernels_are_kept_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kernels" / "cpu.bin"
+    assert library._write(path, OBJECTS)
+    assert library._read(path) == OBJECTS
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert [entry.name for entry in path.parent.iterdir()] == ["cpu.bin"]  # no temporary file is left
+    assert library._write(path, OBJECTS[:1])
+    assert library._read(path) == OBJECTS[:1]
+
+
+def test_a_damaged_cache_file_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.bin"
+    assert library._read(path) is None
+    library._write(path, OBJECTS)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (b"", whole[:31], whole[:32], whole[:-1], whole + b"x", bytes(flipped), b"\0" + whole[1:]):
+        path.write_bytes(damaged)
+        path.chmod(0o600)
+        assert library._read(path) is None
+    path.unlink()
+    path.mkdir()
+    assert library._read(path) is None
+
+
+def test_a_cache_file_that_others_could_write_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpu.bin"
+    library._write(path, OBJECTS)
+    for mode, good in ((0o600, True), (0o644, True), (0o664, False), (0o646, False), (0o620, False), (0o400, True)):
+        path.chmod(mode)
+        assert (library._read(path) is not None) is good, oct(mode)
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    if path.stat().st_uid != 0:  # root may write anything anyway
+        assert library._read(path) is None
+
+
+def test_a_pipe_in_the_place_of_the_cache_file_does_not_hold_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cpu.bin", 0o600)
+    assert library._read(tmp_path / "cpu.bin") is None
+
+
+def test_K23_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert library._write(tmp_path / "file" / "kernels" / "cpu.bin", OBJECTS) is False
+
+
+def test_K23_cache_folders_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUPAGED_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    first, second = library.cache_folders()
+    assert first == Path("/nonexistent/.cache/cupaged/kernels")
+    assert str(os.getuid()) in str(second)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.cache_folders()[0] == tmp_path / "cupaged" / "kernels"
+    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path / "own"))
+    assert library.cache_folders() == [tmp_path / "own" / "kernels"]
+
+
+# -- constants that are written down twice, because importing one side would import Numba
+
+
+def constants(path: str) -> dict[str, Any]:
+    """Module-level names of numbers and of products of numbers and earlier ones, without importing the module."""
+    found: dict[str, Any] = {}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                code = compile(ast.Expression(node.value), path, "eval")
+                found[node.targets[0].id] = eval(code, {"__builtins__": {}}, dict(found))
+            except Exception:  # not a constant
+                continue
+    return found
+
+
+def test_constants_written_down_twice_agree() -> None:
+    operations, gemm = constants("kernels/cpu/operations.py"), constants("kernels/cpu/gemm.py")
+    sampling, reference = constants("kernels/cpu/sampling.py"), constants("kernels/reference/sampling.py")
+    attention, team = constants("kernels/cpu/attention.py"), constants("kernels/cpu/team.py")
+    executor, plan = constants("kernels/cpu/executor.py"), constants("kernels/cpu/plan.py")
+    interface, blockref = constants("kernels/interface.py"), constants("cupaged/memory/blockref.py")
+    pairs = [
+        (operations["PANEL"], gemm["PANEL"]),
+        (operations["_MATMUL_SCRATCH"], gemm["SCRATCH"]),
+        (operations["_ROWS_A_CHUNK"], gemm["MB"]),
+        (operations["_SAMPLE_BUCKETS"], sampling["BUCKETS"]),
+        (sampling["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
+        (sampling["TOP_P_SLACK"], reference["TOP_P_SLACK"]),
+        (reference["GREEDY_BELOW"], constants("cupaged/sampling.py")["GREEDY_TEMPERATURE"]),
+        (plan["ITEM_WORDS"] * 8, attention["ITEM_BYTES"]),
+        (executor["RECORD_WORDS"] * 8, team["RECORD"]),
+        (executor["_LINE_WORDS"] * 8, team["LINE"]),
+        (constants("cupaged/loading.py")["MAX_BLOCK_SIZE"], constants("cupaged/cache.py")["MAX_BLOCK_SIZE"]),
+        *((interface[name], blockref[name]) for name in ("FRAME_BITS", "FRAME_MASK", "POOL_SHIFT", "POOL_MASK")),
+        *((interface[name], blockref[name]) for name in ("FORMAT_SHIFT", "NO_BLOCK")),
+    ]
+    assert all(one == other for one, other in pairs), pairs
