@@ -45,6 +45,18 @@ def test_the_last_piece_of_a_stream_has_the_usage_and_no_other() -> None:
         assert (pieces[-1].usage.prompt_tokens, pieces[-1].usage.completion_tokens) == (5, 4)
 
 
+def test_metrics_are_in_the_order_of_events() -> None:
+    with tiny(max_sequences=1) as llm:
+        first, second = (output.metrics for output in llm.generate([prompt(5), prompt(9)], greedy(4)))
+    for metrics in (first, second):
+        assert metrics.first_scheduled_time is not None
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        assert metrics.arrival_time <= metrics.first_scheduled_time
+        assert metrics.first_scheduled_time < metrics.first_token_time < metrics.finished_time
+    assert first.finished_time < second.first_scheduled_time  # one at a time
+
+
 def give_up_by_close(llm: LLM) -> None:
     stream = llm.stream(prompt(40), greedy(50))
     next(stream)
