@@ -1,13 +1,8 @@
 """Weight formats: how a row of stored bytes becomes float32.
 
-Block formats are those of ggml (ggml-common.h and ggml-quants.c): a row is cut into blocks of 32 values that share a
-float16 scale d (and, for Q4_1, a float16 minimum m).
-
-    Q8_0  34 bytes: d, then 32 int8 q                    value = d * q
-    Q4_1  20 bytes: d, m, then 16 bytes of 4-bit q       value = d * q + m; byte j holds q[j] low and q[j+16] high
-
-Results are bit-equal to the `gguf` package's `dequantize`: product, then sum, each rounded once to float32.
-Deliberately absent: narrowing, and every format that no kernel or test of ours covers; those are refused by name.
+A row of a block format is cut into blocks of 32 or 256 values that share their scales; quants_blocks.py knows each.
+Deliberately absent: narrowing, and formats that models are hardly ever shipped in (1- to 3-bit codebooks, ternary,
+FP4); those are refused by name.
 """
 
 from __future__ import annotations
@@ -17,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cupaged.errors import UnsupportedModelError
-
-Bytes = npt.NDArray[np.uint8]
-Float32 = npt.NDArray[np.float32]
+from cupaged.model import quants_blocks
+from cupaged.model.quants_blocks import Bytes, Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +46,24 @@ def _bf16(raw: Bytes) -> Float32:
     return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _q8_0(raw: Bytes) -> Float32:
-    scale = raw[..., :2].copy().view("<f2").astype(np.float32)
-    return raw[..., 2:].view(np.int8).astype(np.float32) * scale
-
-
-def _q4_1(raw: Bytes) -> Float32:
-    head = raw[..., :4].copy().view("<f2").astype(np.float32)
-    packed = raw[..., 4:]
-    out = np.empty((*raw.shape[:-1], 32), dtype=np.float32)
-    out[..., :16] = packed & np.uint8(15)
-    out[..., 16:] = packed >> np.uint8(4)
-    out *= head[..., :1]
-    out += head[..., 1:]
-    return out
-
-
 FORMATS: dict[str, Format] = {
     entry.name: entry
     for entry in (
         Format("F32", 1, 4, _f32),
         Format("F16", 1, 2, _f16),
         Format("BF16", 1, 2, _bf16),
-        Format("Q8_0", 32, 34, _q8_0),
-        Format("Q4_1", 32, 20, _q4_1),
+        Format("Q8_0", 32, 34, quants_blocks.q8_0),
+        Format("Q4_0", 32, 18, quants_blocks.q4_0),
+        Format("Q4_1", 32, 20, quants_blocks.q4_1),
+        Format("Q5_0", 32, 22, quants_blocks.q5_0),
+        Format("Q5_1", 32, 24, quants_blocks.q5_1),
+        Format("IQ4_NL", 32, 18, quants_blocks.iq4_nl),
+        Format("Q2_K", 256, 84, quants_blocks.q2_k),
+        Format("Q3_K", 256, 110, quants_blocks.q3_k),
+        Format("Q4_K", 256, 144, quants_blocks.q4_k),
+        Format("Q5_K", 256, 176, quants_blocks.q5_k),
+        Format("Q6_K", 256, 210, quants_blocks.q6_k),
+        Format("IQ4_XS", 256, 136, quants_blocks.iq4_xs),
     )
 }
 
@@ -100,4 +87,6 @@ def dequantise(name: str, raw: Any) -> Float32:
     blocks = rows.shape[1] // kind.block_bytes
     if kind.block == 1:
         return kind.widen(rows)
-    return kind.widen(rows.reshape(rows.shape[0], blocks, kind.block_bytes)).reshape(rows.shape[0], blocks * kind.block)
+    cut = rows.reshape(rows.shape[0], blocks, kind.block_bytes)
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be infinite or NaN: so are its values
+        return kind.widen(cut).reshape(rows.shape[0], blocks * kind.block)

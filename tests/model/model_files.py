@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "golden_data"
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
 # GGML tensor types
-T_F32, T_F16, T_Q4_1, T_Q8_0, T_Q4_K, T_BF16 = 0, 1, 3, 8, 12, 30
+T_F32, T_F16, T_Q4_1, T_Q8_0, T_IQ2_XS, T_BF16 = 0, 1, 3, 8, 17, 30
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:

