@@ -81,6 +81,7 @@ def as_json(index: int, prompt: str | list[int], output: RequestOutput) -> dict[
         "error": output.error,
         "cumulative_logprob": first.cumulative_logprob,
         "logprobs": first.logprobs,
+        "prompt_logprobs": output.prompt_logprobs,
         "usage": {
             "prompt_tokens": output.usage.prompt_tokens,
             "cached_tokens": output.usage.cached_tokens,

@@ -10,6 +10,7 @@ from cupaged.cli.errors import complain
 from cupaged.cli.output import Output, as_json
 from cupaged.cli.progress import Progress
 from cupaged.cli.prompts import Prompt
+from cupaged.cli.sampling_options import from_json
 from cupaged.cli.statistics import Statistics
 from cupaged.errors import CapacityError, OptionError, RequestError
 
@@ -29,7 +30,7 @@ class Job:
         from cupaged.sampling import SamplingParams
 
         self.prompt = prompt
-        options = sampling | dict(prompt.params)
+        options = sampling | from_json(dict(prompt.params))
         self.by_default = "max_tokens" not in prompt.params and sampling["max_tokens"] is None
         if self.by_default:
             options["max_tokens"] = DEFAULT_MAX_TOKENS

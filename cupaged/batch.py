@@ -37,13 +37,13 @@ def build_batch(
         slots.append(device.upload(np.array(rows, np.int64)))
         tables = table_rows(chunks, index)
         plans.append(device.ops.plan_attention(cache.view, tables, starts, contexts, config.num_heads, group.window))
-    last = [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples]
+    wanted = [row for chunk, stop in zip(chunks, starts[1:], strict=True) for row in range(stop - chunk.rows, stop)]
     return ForwardBatch(
         token_ids=device.upload(ids),
         positions=device.upload(positions),
         slots=slots,
         plans=plans,
-        logit_rows=device.upload(np.array(last, np.int32)),
+        logit_rows=device.upload(np.array(wanted, np.int32)),
         max_position=max(contexts) - 1,
     )
 

@@ -5,9 +5,9 @@ Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, count
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from cupaged.cache import PagedKVCache
 from cupaged.device.base import Device
 from cupaged.errors import BlockError, CapacityError, RequestError, StepError, shown
 from cupaged.kernels.interface import Array, SampleRows
+from cupaged.logits import adjust
 from cupaged.memory import BlockManager, MemoryStats, PlanItem, blocks_for, frame_of
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
@@ -39,7 +40,7 @@ class Engine:
     def __init__(
         self, config: ModelConfig, decoder: Decoder, caches: Sequence[PagedKVCache], manager: BlockManager,
         device: Device, *, max_model_len: int, max_tokens: int, max_sequences: int, eos_ids: frozenset[int],
-        make_detokenizer: MakeDetokenizer | None = None,
+        make_detokenizer: MakeDetokenizer | None = None, encode: Callable[[str], list[int]] | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.decoder = decoder
@@ -51,10 +52,11 @@ class Engine:
         self.eos_ids = eos_ids
         self.num_steps = 0
         self._make_detokenizer = make_detokenizer
+        self._encode = encode
         self._requests: dict[str, Request] = {}
         self._pending: list[StreamPiece] = []
-        self._arrivals = itertools.count()
-        self._names: Iterator[str] = (f"request-{number}" for number in itertools.count())
+        self._arrivals = count()
+        self._names: Iterator[str] = (f"request-{number}" for number in count())
 
     # -- requests
 
@@ -74,8 +76,17 @@ class Engine:
             raise RequestError(f"request id {shown(request_id)} is in use")
         arrival = next(self._arrivals)
         room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
-        eos = self.eos_ids
-        request = make_request(request_id, prompt, ids, params, room, eos, arrival, self._make_detokenizer)
+        request = make_request(
+            request_id,
+            prompt,
+            ids,
+            params,
+            room,
+            self.eos_ids,
+            arrival,
+            self._make_detokenizer,
+            self._bad_words(params),
+        )
         self._requests[request_id] = request
         if params.max_tokens == 0:
             self._finish(request.sequences[0], "length", None, [])
@@ -95,9 +106,11 @@ class Engine:
             ids.append(int(token))
         if not ids:
             raise RequestError("prompt: it is empty (no token at all)")
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise RequestError(f"stop_token_ids: token id {token} is not in 0..{vocab - 1}")
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token in tokens:
+                if token >= vocab:
+                    raise RequestError(f"{name}: token id {token} is not in 0..{vocab - 1}")
+        self._bad_words(params)
         if params.stop_strings and self._make_detokenizer is None:
             raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
         new = 1 if params.max_tokens is None else params.max_tokens
@@ -109,6 +122,15 @@ class Engine:
                 f"({blocks_for(self.max_model_len, size)} blocks, {self.manager.pools[0].num_blocks} in all)"
             )
         return ids
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """bad_words as token ids, each as it is at the start of a word and inside one."""
+        if not params.bad_words:
+            return ()
+        if self._encode is None:
+            raise RequestError("bad_words: this model has no tokenizer to find their tokens with; use logit_bias")
+        forms = [self._encode(form) for word in params.bad_words for form in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in forms if ids))
 
     def abort(self, request_id: str) -> bool:
         """End a request at once; its blocks are free again. False if there is no such request or it has ended."""
@@ -173,7 +195,7 @@ class Engine:
                 request.first_scheduled_time = now
         try:
             logits = self._forward(chunks)
-            outcomes = self._sample([chunk.sequence for chunk in chunks if chunk.samples], logits)
+            outcomes = self._sample(chunks, logits)
         except Exception as error:
             if len(chunks) == 1:
                 self._fail(chunks[0].sequence, error)
@@ -186,11 +208,10 @@ class Engine:
             return
         # Only now does anything change: an interrupt before this leaves every sequence as it was.
         # And the token comes before the commit: interrupted in between, its predecessor is merely computed once more.
-        row = 0
-        for chunk in chunks:
-            if chunk.samples:
-                self._accept(chunk.sequence, logits[row], outcomes[row])
-                row += 1
+        first = 0
+        for chunk, outcome in zip(chunks, outcomes, strict=True):
+            self._accept(chunk, logits[first : first + chunk.rows], outcome)
+            first += chunk.rows
             if chunk.sequence.tables is not None:  # None: that was its last token, and its blocks are free again
                 self.manager.commit_append(chunk.sequence.tables, chunk.count)
 
@@ -203,37 +224,59 @@ class Engine:
         step.replay()
         return self.device.download(logits)
 
-    def _sample(self, sequences: Sequence[TokenSequence], logits: Array) -> list[int | None]:
-        """The next token of each sequence; None where the row of logits is not finite (NaN makes its maximum NaN)."""
-        good = [row for row, line in enumerate(logits) if np.isfinite(line.max()) and np.isfinite(line.min())]
-        outcomes: list[int | None] = [None] * len(sequences)
-        if not good:
-            return outcomes
-        params = [sequences[row].request.params for row in good]
-        tokens = self.device.ops.sample(
-            logits if len(good) == len(logits) else np.ascontiguousarray(logits[good]),
-            SampleRows(
-                temperature=[p.temperature for p in params],
-                top_k=[p.top_k for p in params],
-                top_p=[p.top_p for p in params],
-                min_p=[p.min_p for p in params],
-                seed=[sequences[row].request.seed for row in good],
-                sample=[sequences[row].index for row in good],
-                position=[len(sequences[row].tokens) for row in good],
-            ),
-        )
-        for row, token in zip(good, tokens, strict=True):
-            outcomes[row] = token
+    def _sample(self, chunks: Sequence[Chunk], logits: Array) -> list[int | Exception | None]:
+        """The next token of each chunk that samples (None for others), or what went wrong with that sequence alone."""
+        outcomes: list[int | Exception | None] = [None] * len(chunks)
+        ends = list(accumulate(chunk.rows for chunk in chunks))
+        good = []
+        for index, chunk in enumerate(chunks):
+            line = logits[ends[index] - chunk.rows : ends[index]]
+            if chunk.rows and not np.isfinite([line.max(), line.min()]).all():  # NaN makes the maximum NaN
+                where = f"step {self.num_steps}, position {len(chunk.sequence.tokens)}"
+                outcomes[index] = StepError(f"the model's logits are not finite ({where})")
+            elif chunk.samples:
+                good.append(index)
+        lines = {index: logits[ends[index] - 1] for index in good}
+        for index in list(good):
+            sequence = chunks[index].sequence
+            if sequence.request.params.adjusts:
+                try:
+                    lines[index] = adjust(lines[index].copy(), sequence)
+                except Exception as error:
+                    outcomes[index] = error
+                    good.remove(index)
+        if good:
+            sequences = [chunks[index].sequence for index in good]
+            plain = len(good) == len(logits) and not any(line.request.params.adjusts for line in sequences)
+            chosen = logits if plain else np.stack([lines[index] for index in good])
+            tokens = self.device.ops.sample(chosen, sample_rows(sequences))
+            for index, token in zip(good, tokens, strict=True):
+                outcomes[index] = token
         return outcomes
 
-    def _accept(self, sequence: TokenSequence, logits: Array, token: int | None) -> None:
+    def _accept(self, chunk: Chunk, logits: Array, outcome: int | Exception | None) -> None:
+        """What a chunk brought: log-probabilities of its prompt tokens, its next token, or the end of its request."""
+        sequence = chunk.sequence
         try:
-            if token is None:
-                where = f"step {self.num_steps}, position {len(sequence.tokens)}"
-                raise StepError(f"the model's logits are not finite ({where})")
-            self._append(sequence, logits, token)
+            if isinstance(outcome, Exception):
+                raise outcome
+            if sequence.request.wants_prompt_logprobs:
+                self._score_prompt(chunk, logits)
+            if outcome is not None:
+                self._append(sequence, logits[-1], outcome)
         except Exception as error:
             self._fail(sequence, error)
+
+    def _score_prompt(self, chunk: Chunk, logits: Array) -> None:
+        request = chunk.sequence.request
+        count = request.params.prompt_logprobs
+        assert count is not None  # wants_prompt_logprobs
+        position = chunk.start + chunk.count - chunk.rows
+        for row in logits:
+            position += 1
+            # After a preemption positions come again; they are scored once.
+            if position == len(request.prompt_logprobs) and position < len(request.prompt_ids):
+                request.prompt_logprobs.append(best_logprobs(row, request.prompt_ids[position], count))
 
     def _append(self, sequence: TokenSequence, logits: Array, token: int) -> None:
         """A new token: its log-probabilities, its text, and whether it is the last."""
@@ -298,6 +341,20 @@ class Engine:
                 raise BlockError(
                     f"KV group {group}: {pool.num_free} free + {pool.num_cached} cached of {pool.num_blocks} blocks"
                 )
+
+
+def sample_rows(sequences: Sequence[TokenSequence]) -> SampleRows:
+    """The sampler's settings for the next token of each sequence."""
+    params = [sequence.request.params for sequence in sequences]
+    return SampleRows(
+        temperature=[p.temperature for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        seed=[sequence.request.seed for sequence in sequences],
+        sample=[sequence.index for sequence in sequences],
+        position=[len(sequence.tokens) for sequence in sequences],
+    )
 
 
 def best_logprobs(logits: Array, token: int, count: int) -> dict[int, float]:

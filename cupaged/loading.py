@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     from cupaged.model.parameters import load_parameters
     from cupaged.model.source import resolve_weights
     from cupaged.model.tokenizer import load_tokenizer
+    from cupaged.scheduler import PROMPT_ROWS
 
     def report(stage: str, unit: str) -> Callable[..., None]:
         def call(done: int, total: int | None = None) -> None:
@@ -126,7 +128,8 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         parameters = load_parameters(config, checkpoint.tensors, device.ops, dtype, report("weights", "parts"))
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
-        decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, max_sequences)
+        rows = max_sequences + PROMPT_ROWS
+        decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
         available = device.memory().available - decoder.nbytes
         memory = plan_memory(
             config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, parameters.nbytes
@@ -140,6 +143,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
             config, decoder, caches, manager, device,
             max_model_len=memory.max_model_len, max_tokens=max_tokens, max_sequences=max_sequences, eos_ids=eos,
             make_detokenizer=None if tokenizer is None else tokenizer.detokenizer,
+            encode=None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False),
         )  # fmt: skip
     except BaseException:
         device.close()

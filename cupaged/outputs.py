@@ -56,6 +56,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = True
     error: str | None = None  # set when finish_reason is "error"
+    prompt_logprobs: list[dict[int, float] | None] | None = None  # a token each; None for the first, which has none
 
     @property
     def text(self) -> str:

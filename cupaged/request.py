@@ -44,13 +44,18 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer | None, params: SamplingParams) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self._unsearched = params.min_tokens  # tokens whose text is not searched for stop strings
         self.text = ""
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(new text to show, stop string completed by this token)."""
         if self._detokenizer is None:
             return "", None
-        return self._show(*self._matcher.push(self._detokenizer.push(token_id)))
+        text = self._detokenizer.push(token_id)
+        if self._unsearched:
+            self._unsearched -= 1
+            return self._show(text, None)
+        return self._show(*self._matcher.push(text))
 
     def finish(self) -> tuple[str, str | None]:
         """The tokens end here: what was held back. A stop string may still be completed by an unfinished character."""
@@ -107,6 +112,8 @@ class Request:
     stop_ids: frozenset[int]
     arrival: int  # order of arrival, the scheduler's queue key
     seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of which the last must not follow the others
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # as far as they are known
     state: RequestState = RequestState.WAITING
     sequences: list[Sequence] = field(default_factory=list)
     error: str | None = None
@@ -119,6 +126,11 @@ class Request:
     @property
     def live_sequences(self) -> Iterable[Sequence]:
         return (sequence for sequence in self.sequences if sequence.finish_reason is None)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the logits of further prompt tokens are needed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt_ids), sum(len(sequence.output_ids) for sequence in self.sequences))
@@ -150,6 +162,7 @@ class Request:
             metrics=metrics,
             finished=self.state.terminal,
             error=self.error,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
 
@@ -162,11 +175,14 @@ def make_request(
     eos_ids: frozenset[int],
     arrival: int,
     make_detokenizer: Callable[[bool], Detokenizer] | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
     """A waiting request with its one sequence. Without a seed it gets a fresh one of 63 bits."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed)
+    request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed, bad_words)
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs.append(None)  # nothing comes before the first token
     detokenizer = None if make_detokenizer is None else make_detokenizer(params.skip_special_tokens)
     request.sequences.append(Sequence(request, 0, list(prompt_ids), TextStream(detokenizer, params)))
     return request

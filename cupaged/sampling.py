@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
 
@@ -16,16 +16,24 @@ from cupaged.errors import OptionError, shown
 GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 100.0  # at 100 any real model's distribution is already flat; larger values are slips of the keyboard
 MAX_LOGPROBS = 20  # memory and output per token stay O(k), not O(vocabulary)
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 256  # characters
+MAX_STRINGS = 64  # of stop and bad_words
+MAX_STRING_LENGTH = 256  # characters
+MAX_PENALTY = 2.0  # of presence and frequency, on either side of 0, as OpenAI's API has it
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_BIAS = 100.0
+MAX_BIASED = 4096  # ids in logit_bias
 MAX_INT32 = 2**31 - 1  # counts and token ids are int32 in kernels
+
+LogitsProcessor = Callable[[list[int], Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Options of one request, validated when made; a bad or unknown one raises OptionError.
 
-    Order of the sampling steps: temperature, top-k, renormalise, top-p, min-p; at least one token always remains.
+    Order of the steps: repetition_penalty, presence and frequency penalty, logit_bias, min_tokens, bad_words,
+    logits_processor; then temperature, top-k, renormalise, top-p, min-p; at least one token always remains. Reported
+    log-probabilities are those of the model, before any of these.
     NumPy integers and floats are taken like Python's; bool is not a number here, and 16.0 is not an integer.
 
     max_tokens: tokens to generate at most, 0 .. 2**31-1; None: up to the model's context length. 0 gives an empty text
@@ -42,6 +50,17 @@ class SamplingParams:
     ignore_eos: go on after the model's own end-of-sequence tokens. stop and stop_token_ids still end the text.
     skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: leave the stop string in the text.
+    repetition_penalty: 0.01 .. 100; logits of tokens of prompt and output, once per id, are divided by it if
+        positive, else multiplied (Keskar et al. 2019, "CTRL", section 4.1); 1 is off.
+    presence_penalty, frequency_penalty: -2 .. 2; logits of generated tokens are lowered once, or once per occurrence.
+    logit_bias: token id -> number in -100 .. 100 that is added to its logit; at most 4096 ids.
+    min_tokens: 0 .. 2**31-1; before so many tokens no end-of-sequence or stop token is taken, and no stop string found.
+    bad_words: strings (at most 64, of 1 to 256 characters) whose tokens are not completed, at the start of a word or
+        inside. Needs a tokenizer.
+    prompt_logprobs: the same as logprobs for each token of the prompt, 0 .. 20; the first has none.
+    logits_processor: called for each new token as ``f(token_ids, logits)`` with the ids so far (prompt and output) and
+        the logits, float32 [V], its own to change; returns logits, or None if it changed them in place. If it raises,
+        that request ends with an error.
     """
 
     max_tokens: int | None = None
@@ -56,6 +75,14 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # a dict of its own
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    logits_processor: LogitsProcessor | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
         # The generated __init__ answers an unknown keyword with a bare TypeError; here it gets our error and a hint.
@@ -75,9 +102,20 @@ class SamplingParams:
         put("top_p", _float("top_p", self.top_p, 0.0, 1.0))
         put("min_p", _float("min_p", self.min_p, 0.0, 1.0))
         put("seed", _optional_int("seed", self.seed, 0, 2**63 - 1))
-        put("stop", _stop_strings(self.stop))
+        put("stop", _strings("stop", self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         put("logprobs", _optional_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        put("repetition_penalty", _float("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY))
+        put("logit_bias", _logit_bias(self.logit_bias))
+        put("min_tokens", _int("min_tokens", self.min_tokens, 0, MAX_INT32))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise OptionError(f"min_tokens={self.min_tokens} is out of range: 0 .. max_tokens ({self.max_tokens})")
+        put("bad_words", _strings("bad_words", self.bad_words))
+        put("prompt_logprobs", _optional_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise OptionError(f"logits_processor={shown(self.logits_processor)}: a function is needed, or None")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -87,6 +125,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         """The most likely token is taken each time; the other sampling options then change nothing."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything changes the logits before temperature."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.bad_words
+            or self.logits_processor is not None
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -132,23 +183,37 @@ def _float(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
-        raise OptionError(f"stop={shown(value)}: a string or a list of strings is needed")
-    if len(value) > MAX_STOP_STRINGS:
-        raise OptionError(f"stop: {len(value)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        raise OptionError(f"{name}={shown(value)}: a string or a list of strings is needed")
+    if len(value) > MAX_STRINGS:
+        raise OptionError(f"{name}: {len(value)} strings, at most {MAX_STRINGS} are allowed")
     for index, string in enumerate(value):
         if not isinstance(string, str):
-            raise OptionError(f"stop[{index}]={shown(string)}: a string is needed")
-        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise OptionError(f"{name}[{index}]={shown(string)}: a string is needed")
+        if not 1 <= len(string) <= MAX_STRING_LENGTH:
             raise OptionError(
-                f"stop[{index}] has {len(string)} characters: 1 .. {MAX_STOP_LENGTH} is allowed (no stop string: None)"
+                f"{name}[{index}] has {len(string)} characters: 1 .. {MAX_STRING_LENGTH} is allowed (no string: None)"
             )
     return tuple(value)
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise OptionError(f"logit_bias={shown(value)}: a mapping of token ids to numbers is needed, or None")
+    if len(value) > MAX_BIASED:
+        raise OptionError(f"logit_bias: {len(value)} ids, at most {MAX_BIASED} are allowed")
+    checked = {}
+    for index, (key, bias) in enumerate(value.items()):
+        token = _int(f"logit_bias: id {index}", key, 0, MAX_INT32)
+        checked[token] = _float(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+    return checked
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

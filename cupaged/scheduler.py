@@ -18,16 +18,19 @@ from cupaged.errors import OutOfBlocks
 from cupaged.memory import BlockManager, PlanItem, blocks_for
 from cupaged.request import Request, RequestState, Sequence
 
+PROMPT_ROWS = 64  # tokens of prompts whose log-probabilities are wanted, in one step: their logits are V floats each
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """`count` tokens of a sequence from position `start`. `samples`: the last of them is its last known token, so that
-    its logits choose the next one."""
+    its logits choose the next one. `rows`: of so many of the last tokens the logits are wanted."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class _Draft:
     """A step being put together; a victim's chunks are taken out again."""
 
     budget: int
+    prompt_rows: int = PROMPT_ROWS
     chunks: list[Chunk] = field(default_factory=list)
     items: list[PlanItem] = field(default_factory=list)
     preempted: bool = False
@@ -99,6 +103,9 @@ class Scheduler:
         if len(draft.chunks) >= self.max_sequences:
             return
         count = min(sequence.num_remaining, draft.budget)
+        scored = sequence.request.wants_prompt_logprobs
+        if scored:
+            count = min(count, draft.prompt_rows)
         if count == 0:
             return
         assert sequence.tables is not None  # running sequences have tables
@@ -112,7 +119,9 @@ class Scheduler:
                 if victim is sequence.request:
                     return
         start = sequence.num_computed
-        draft.chunks.append(Chunk(sequence, start, count, count == sequence.num_remaining))
+        samples = count == sequence.num_remaining
+        draft.chunks.append(Chunk(sequence, start, count, samples, count if scored else int(samples)))
+        draft.prompt_rows -= count if scored else 0
         draft.items += items
         draft.budget -= count
 
@@ -157,6 +166,7 @@ class Scheduler:
         gone = [chunk for chunk in draft.chunks if chunk.sequence.request is victim]
         draft.chunks = [chunk for chunk in draft.chunks if chunk.sequence.request is not victim]
         draft.budget += sum(chunk.count for chunk in gone)
+        draft.prompt_rows += sum(chunk.rows for chunk in gone if victim.wants_prompt_logprobs)
         self.release(victim)
         self.running.remove(victim)
         victim.state = RequestState.WAITING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,12 @@ def record(engine: Engine, result: Run) -> Any:
     def noting(chunks: Sequence[Chunk]) -> Any:
         logits = forward(chunks)
         result.chunks.append([(c.sequence.request.request_id, c.start, c.count) for c in chunks])
-        for chunk, row in zip([chunk for chunk in chunks if chunk.samples], logits, strict=True):
-            key = chunk.sequence.request.request_id, len(chunk.sequence.tokens)
-            assert key not in result.logits
-            result.logits[key] = row.copy()
+        ends = accumulate(chunk.rows for chunk in chunks)
+        for chunk, end in zip(chunks, ends, strict=True):
+            if chunk.samples:
+                key = chunk.sequence.request.request_id, len(chunk.sequence.tokens)
+                assert key not in result.logits
+                result.logits[key] = logits[end - 1].copy()
         return logits
 
     engine._forward = noting  # type: ignore[method-assign]
