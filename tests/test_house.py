@@ -33,7 +33,11 @@ MAY_IMPORT = {
     "bench/": ("cupaged", "-cupaged.cli"),
 }  # fmt: skip
 CUPY_ROOMS = ("cupaged/device/", "kernels/cuda/")
-BRINGS = {"numba": ("llvmlite",), "cupy-cuda12x": ("cupy", "cupy_backends")}  # import names that differ
+BRINGS = {
+    "numba": ("llvmlite",),
+    "tokenizers": ("huggingface_hub",),
+    "cupy-cuda12x": ("cupy", "cupy_backends"),
+}  # import names that differ
 
 
 def python_files(*rooms: str) -> list[Path]:

