@@ -91,8 +91,9 @@ def test_files_without_a_tokenizer_give_none() -> None:
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"model": "llama"}, "'llama' is not supported; supported is gpt2"),
-        ({"pre": "qwen2"}, "'qwen2' is not supported; supported are gpt-2, smollm, default"),
+        ({"model": "bert"}, "'bert' is not supported; supported are gpt2"),
+        ({"pre": "qwen9"}, "'qwen9' is not supported; supported are default, gpt-2, "),
+        ({"pre": ["gpt-2"]}, r"\['gpt-2'\] is not supported"),
         ({"pre": None}, "no pre-tokenizer is named"),
         ({"tokens": None}, r"tokenizer\.ggml\.tokens is missing"),
         ({"tokens": []}, "tokens is not a list of strings"),

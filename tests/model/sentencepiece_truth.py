@@ -1,0 +1,55 @@
+"""Google's sentencepiece as the truth for vocabularies of GGUF files: a model file is written from the metadata.
+
+The file is a protocol buffer (sentencepiece_model.proto), written here field by field: only a few are needed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="the wheel sentencepiece is what these tests compare with")
+
+SPACE = "\u2581"
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+_BPE = 2
+
+
+def _varint(value: int) -> bytes:
+    out = b""
+    while value > 0x7F:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def _int(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def processor(metadata: Mapping[str, Any]) -> Any:
+    """A processor with the pieces, scores, types and options of `tokenizer.ggml.*`."""
+    keys = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    unknown = keys["unknown_token_id"]
+    pieces = []
+    for i, (token, score, kind) in enumerate(zip(keys["tokens"], keys["scores"], keys["token_type"], strict=True)):
+        # Converters write spaces in user-defined tokens; the unknown token must have its own type.
+        piece = token.replace(" ", SPACE) if kind == USER_DEFINED else token
+        kind = UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind
+        body = _bytes(1, piece.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _int(3, kind)
+        pieces.append(_bytes(1, body))
+    trainer = _int(3, _BPE) + _int(35, int(BYTE in keys["token_type"])) + _int(40, unknown)
+    trainer += _bytes(45, keys["tokens"][unknown].encode())
+    normalizer = _bytes(1, b"identity") + _bytes(2, b"") + _int(3, int(keys.get("add_space_prefix", True)))
+    normalizer += _int(4, int(keys.get("remove_extra_whitespaces", False))) + _int(5, 1)
+    proto = b"".join(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
+    loaded = sentencepiece.SentencePieceProcessor()
+    loaded.LoadFromSerializedProto(proto)
+    return loaded
