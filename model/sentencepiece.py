@@ -88,7 +88,7 @@ class SentencePieceEncoder:
             at = start.start()
             if at < done:
                 continue
-            for length in self._lengths.get(text[at : at + 2]) or self._lengths.get(start[0], ()):
+            for length in self._lengths.get(text[at : at + 2]) or self._lengths.get(start[0]) or ():
                 token_id = self._written.get(text[at : at + length])
                 if token_id is not None:
                     if done < at:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cupaged.kernels.interface import WeightSource
-from cupaged.model.quants import Float32, dequantise
+from cupaged.model.quants import dequantise
+from cupaged.model.quants_blocks import Float32
 
 
 @dataclass(frozen=True, slots=True)
