@@ -1,8 +1,9 @@
 """A guarded reader of GGUF files, versions 2 and 3 (ggml's docs/gguf.md): metadata and tensor infos, no model in mind.
 
 The file is memory-mapped and untrusted: every count, length, type and offset is checked against the bytes that are
-left before it is used, so a hostile file costs no more than reading its own bytes. Deliberately not done: version 1
-(32-bit lengths, long gone), big-endian files, split files, and knowledge of what the metadata mean.
+left before it is used, so a hostile file costs no more than reading its own bytes. A part of a split model stands for
+the whole (gguf_split.py). Deliberately not done: version 1 (32-bit lengths, long gone), big-endian files, and knowledge
+of what the metadata mean.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from cupaged.errors import ModelFileError
 from cupaged.model.config_values import quote
+from cupaged.model.gguf_split import check_tensors, joined_metadata, part_paths
 
 # Tensor types by number: name, values a block, bytes a block (ggml.h, ggml-common.h). Numbers that ggml has retired
 # (4, 5, 31-33, 36-38) are unknown here as there. Which of them can be used as weights is the affair of quants.py.
@@ -73,7 +75,7 @@ class GGUFTensor:
     """A tensor as the file describes it.
 
     `shape` has rows first (the file's dimensions reversed); `dtype` is ggml's name; `offset` counts bytes from the
-    start of the file.
+    start of its file.
     """
 
     name: str
@@ -84,34 +86,52 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file.
+    """An open GGUF file; of a split model, all its parts, whichever of them `path` is.
 
-    `metadata` maps keys to plain Python values (int, float, bool, str, lists of them); `tensors` maps names to infos.
-    Raises ModelFileError, naming the file and the reason, for anything that is not a sound file.
+    `metadata` maps keys to plain Python values (int, float, bool, str, lists of them); `tensors` maps names to infos;
+    `version` is that of the file itself. Raises ModelFileError, naming the file and the reason, for anything that is
+    not a sound file, and for parts that are missing or do not fit together.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                # Mapping an empty file is an error of mmap's own; the reader below words it for the user.
-                size = file.seek(0, 2)
-                self._map: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except OSError as error:
-            raise ModelFileError(f"{self.path}: cannot be read ({error.strerror or error})") from None
-        reader = _Reader(self._map, self.path)
-        self.version, metadata, tensors = reader.read()
+        own = _Part(self.path)
+        self.version = own.version
+        paths = part_paths(self.path, own.metadata)
+        parts = [own if path == self.path else _Part(path) for path in paths]
+        metadata = own.metadata
+        if len(parts) > 1:
+            metadata = joined_metadata([(part.path, part.metadata) for part in parts])
+            check_tensors(self.path, metadata, [name for part in parts for name in part.tensors])
         self.metadata: Mapping[str, Any] = MappingProxyType(metadata)
-        self.tensors: Mapping[str, GGUFTensor] = MappingProxyType(tensors)
+        self.tensors: Mapping[str, GGUFTensor] = MappingProxyType(
+            {name: tensor for part in parts for name, tensor in part.tensors.items()}
+        )
+        self._maps = {name: part.map for part in parts for name in part.tensors}
 
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes of a tensor, a read-only uint8 view [rows, row bytes] of the mapped file."""
         tensor = self.tensors[name]
-        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        data = np.frombuffer(self._maps[name], np.uint8, tensor.nbytes, tensor.offset)
         rows = 1
         for size in tensor.shape[:-1]:
             rows *= size
         return data.reshape(rows, tensor.nbytes // rows) if rows else data.reshape(0, 0)
+
+
+class _Part:
+    """One file, mapped and read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # Mapping an empty file is an error of mmap's own; the reader below words it for the user.
+                size = file.seek(0, 2)
+                self.map: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from None
+        self.version, self.metadata, self.tensors = _Reader(self.map, path).read()
 
 
 class _Reader:

@@ -66,8 +66,6 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         raise UnsupportedModelError(
             f"{where}: architecture {quote(name)} is not supported; supported in GGUF: {', '.join(GGUF_FAMILIES)}"
         )
-    if general.integer("split.count", 0, low=0) > 1:
-        raise UnsupportedModelError(f"{where}: one part of a split model; join the parts (llama-gguf-split --merge)")
     prefix = f"{name}."
     values = Values({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, where)
     layers = values.integer("block_count", high=_MAX_LAYERS)

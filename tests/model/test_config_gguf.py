@@ -107,14 +107,11 @@ def test_gguf_unknown_keys_of_the_architecture_are_named_in_a_warning(tmp_path: 
         gguf_config(GGUFFile(path))
 
 
-def test_gguf_unknown_architecture_and_split_files(tmp_path: Path) -> None:
+def test_gguf_unknown_and_missing_architecture(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported in GGUF: llama, qwen2, qwen3"):
         from_gguf(path, "mamba")
     metadata, tensors = llama_gguf(llama_weights())
-    path.write_bytes(gguf_model({**metadata, "split.count": (U32, 3)}, tensors))
-    with pytest.raises(UnsupportedModelError, match="one part of a split model"):
-        gguf_config(GGUFFile(path))
     del metadata["general.architecture"]
     path.write_bytes(gguf_model(metadata, tensors))
     with pytest.raises(ModelFileError, match=r"general\.architecture is missing"):
