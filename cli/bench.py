@@ -30,7 +30,7 @@ def kernels(threads: int | None, seconds: float, only: str | None, as_object: bo
     """The CPU kernels against this machine's roofs: read bandwidth, or fused multiply-adds.
 
     Kernel and roof are run in turn, in the same rounds, and medians are compared; on a machine that is busy with other
-    things the shares hold better than the rates.
+    things the shares hold better than the rates. A share over 100% means that something else slowed the roof's rounds.
     """
     from cupaged.bench.kernels import run_all
 

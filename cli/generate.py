@@ -30,9 +30,11 @@ from cupaged.errors import OptionError
 @click.option(
     "--prompts-file",
     metavar="FILE",
-    help="A prompt a line; blank lines are skipped; - is standard input. A .jsonl file holds an object a line: "
+    help="A prompt a line; blank lines are skipped; - is standard input. A .jsonl file, or any with --jsonl, holds an "
+    "object a line: "
     '{"prompt": a string or a list of ids}, and sampling parameters for that prompt, such as "max_tokens".',
 )
+@click.option("--jsonl", is_flag=True, help="The lines of --prompts-file are JSON objects, whatever its name.")
 @click.option("--chat", is_flag=True, help="Prompts are a user's messages, put into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message of a chat.")
 @sampling_options(DEFAULT_MAX_TOKENS)
@@ -43,6 +45,7 @@ def generate(
     prompts: tuple[str, ...],
     token_ids: tuple[str, ...],
     prompts_file: str | None,
+    jsonl: bool,
     chat: bool,
     system: str | None,
     as_objects: bool,
@@ -57,9 +60,11 @@ def generate(
     sampling = take(options)
     if system is not None and not chat:
         raise OptionError("--system needs --chat")
+    if jsonl and prompts_file is None:
+        raise OptionError("--jsonl needs --prompts-file")
     if chat and token_ids:
         raise OptionError("--chat takes text, not --token-ids")
-    jobs = [Job(prompt, sampling) for prompt in collect(prompts, token_ids, prompts_file)]
+    jobs = [Job(prompt, sampling) for prompt in collect(prompts, token_ids, prompts_file, jsonl)]
     for job in jobs:
         if chat and not isinstance(job.prompt.content, str):
             raise OptionError(f"{job.prompt.where}: --chat takes text, not token ids")

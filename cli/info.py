@@ -68,7 +68,7 @@ def system() -> dict[str, Any]:
         },
         "host_memory": {"total_bytes": total, "available_bytes": available},
         "gpu": _gpu(),
-        "folders": {"models": str(cache_folder()), "kernels": [str(folder) for folder in cache_folders()]},
+        "folders": {"models": str(cache_folder() / "models"), "kernels": [str(folder) for folder in cache_folders()]},
     }
 
 

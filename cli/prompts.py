@@ -23,7 +23,7 @@ class Prompt:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-def collect(texts: Sequence[str], token_ids: Sequence[str], file: str | None) -> list[Prompt]:
+def collect(texts: Sequence[str], token_ids: Sequence[str], file: str | None, jsonl: bool = False) -> list[Prompt]:
     """All prompts: those given as text, then those given as ids, then those of the file.
 
     A text `-` is the whole standard input, less one final line break. Raises OptionError naming option and line.
@@ -33,9 +33,9 @@ def collect(texts: Sequence[str], token_ids: Sequence[str], file: str | None) ->
     prompts = [_from_text(text) for text in texts]
     prompts += [Prompt(_ids(text), "--token-ids") for text in token_ids]
     if file is not None:
-        prompts += _from_file(file)
+        prompts += _from_file(file, jsonl or file.endswith(".jsonl"))
     if not prompts:
-        raise OptionError("no prompt: give --prompt, --token-ids or --prompts-file")
+        raise OptionError("no prompt: give --prompt, --token-ids or --prompts-file (--prompt - reads standard input)")
     return prompts
 
 
@@ -57,7 +57,7 @@ def _ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _from_file(name: str) -> list[Prompt]:
+def _from_file(name: str, as_objects: bool) -> list[Prompt]:
     if name == "-":
         data, label = _standard_input(), "standard input"
     else:
@@ -66,7 +66,6 @@ def _from_file(name: str) -> list[Prompt]:
             data = Path(name).read_bytes()
         except OSError as error:
             raise OptionError(f"--prompts-file: cannot read {name}: {error.strerror}") from None
-    as_objects = name.endswith(".jsonl")
     prompts = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         where = f"{label}, line {number}"

@@ -33,17 +33,33 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             callback=lambda ctx, param, value: "cuda" if value == "gpu" else value,
             help="Where to run; gpu means cuda. auto: a GPU where there is one.",
         ),
-        click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Weights."),
-        click.option("--kv-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="K/V cache."),
         click.option(
-            "--block-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens in a KV block."
+            "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
+            help="How weights are kept. auto: as stored, quantised ones as float16.",
         ),
-        click.option("--kv-memory", metavar="SIZE", help="Memory for KV blocks, such as 64MiB.  [default: what fits]"),
+        click.option(
+            "--kv-dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
+            help="How K/V are kept. auto: as the weights.",
+        ),
+        click.option(
+            "--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens in a KV block."
+        ),
+        click.option("--kv-memory", metavar="SIZE",
+            help="Memory for KV blocks, such as 64MiB or 25%.  [default: 4 full contexts, at most a quarter of what is "
+            "free]",
+        ),
         click.option(
             "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS",
             help="Longest prompt plus output.  [default: the model's]",
         ),
-        click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: the cores we may use]"),
+        click.option(
+            "--max-batch-tokens", type=click.IntRange(1, 65536), metavar="TOKENS",
+            help="Tokens in a step.  [default: 512]",
+        ),
+        click.option(
+            "--max-sequences", type=click.IntRange(1, 4096), metavar="N", help="Sequences in a step.  [default: 64]"
+        ),
+        click.option("--threads", type=click.IntRange(1, 256), help="CPU threads.  [default: the cores we may use]"),
     ]  # fmt: skip
 
     def decorate(command: Any) -> Any:

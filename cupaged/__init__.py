@@ -23,26 +23,52 @@ _HOMES = {
     "RequestOutput": "cupaged.outputs",
     "CompletionOutput": "cupaged.outputs",
     "StreamPiece": "cupaged.outputs",
+    "RequestMetrics": "cupaged.outputs",
+    "PieceStream": "cupaged.llm",
+    "ProgressEvent": "cupaged.loading",
     "Usage": "cupaged.outputs",
     "BlockPool": "cupaged.memory",
     "BlockTable": "cupaged.memory",
     "PagedKVCache": "cupaged.cache",
     "write_kv": "cupaged.attention",
     "paged_attention": "cupaged.attention",
+    "CapacityError": "cupaged.errors",
     "CupagedError": "cupaged.errors",
+    "DeviceError": "cupaged.errors",
+    "DownloadError": "cupaged.errors",
+    "KernelError": "cupaged.errors",
+    "ModelFileError": "cupaged.errors",
+    "OptionError": "cupaged.errors",
+    "RequestError": "cupaged.errors",
+    "TemplateError": "cupaged.errors",
+    "TokenizerError": "cupaged.errors",
+    "UnsupportedModelError": "cupaged.errors",
 }
 
 __all__ = [
     "LLM",
     "BlockPool",
     "BlockTable",
+    "CapacityError",
     "CompletionOutput",
     "CupagedError",
+    "DeviceError",
+    "DownloadError",
     "Engine",
+    "KernelError",
+    "ModelFileError",
+    "OptionError",
     "PagedKVCache",
+    "PieceStream",
+    "ProgressEvent",
+    "RequestError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StreamPiece",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedModelError",
     "Usage",
     "__version__",
     "paged_attention",
@@ -54,22 +80,27 @@ if TYPE_CHECKING:
     from cupaged.attention import write_kv as write_kv
     from cupaged.cache import PagedKVCache as PagedKVCache
     from cupaged.engine import Engine as Engine
+    from cupaged.errors import CapacityError as CapacityError
     from cupaged.errors import CupagedError as CupagedError
+    from cupaged.errors import DeviceError as DeviceError
+    from cupaged.errors import DownloadError as DownloadError
+    from cupaged.errors import KernelError as KernelError
+    from cupaged.errors import ModelFileError as ModelFileError
+    from cupaged.errors import OptionError as OptionError
+    from cupaged.errors import RequestError as RequestError
+    from cupaged.errors import TemplateError as TemplateError
+    from cupaged.errors import TokenizerError as TokenizerError
+    from cupaged.errors import UnsupportedModelError as UnsupportedModelError
     from cupaged.llm import LLM as LLM
+    from cupaged.llm import PieceStream as PieceStream
+    from cupaged.loading import ProgressEvent as ProgressEvent
     from cupaged.memory import BlockPool as BlockPool
     from cupaged.memory import BlockTable as BlockTable
-    from cupaged.outputs import (
-        CompletionOutput as CompletionOutput,
-    )
-    from cupaged.outputs import (
-        RequestOutput as RequestOutput,
-    )
-    from cupaged.outputs import (
-        StreamPiece as StreamPiece,
-    )
-    from cupaged.outputs import (
-        Usage as Usage,
-    )
+    from cupaged.outputs import CompletionOutput as CompletionOutput
+    from cupaged.outputs import RequestMetrics as RequestMetrics
+    from cupaged.outputs import RequestOutput as RequestOutput
+    from cupaged.outputs import StreamPiece as StreamPiece
+    from cupaged.outputs import Usage as Usage
     from cupaged.sampling import SamplingParams as SamplingParams
 
 

@@ -7,8 +7,9 @@ on the parts. They take NumPy arrays (of the CPU device) and refuse, by name, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def write_kv(key: Array, value: Array, cache: PagedKVCache, layer: int, slots: A
     negative to skip a token (padding). Narrower caches round to nearest, ties to even. A slot named twice would hold
     either token: KernelError, as for any argument of another shape, dtype or range.
     """
-    cache.check_layer(layer)
+    _check_cache(cache, layer)
     slots = _integers("slots", slots, np.int64, dimensions=1)
     expected = (len(slots), cache.num_kv_heads, cache.head_dim)
     _check_rows("key", key, expected)
@@ -67,13 +68,15 @@ def paged_attention(
 
     KernelError names the argument, what was expected and what came.
     """
-    cache.check_layer(layer)
+    _check_cache(cache, layer)
     contexts = [int(length) for length in _integers("context_lens", context_lens, np.int64, dimensions=1)]
     queries = [1] * len(contexts)
     if query_lens is not None:
         queries = [int(length) for length in _integers("query_lens", query_lens, np.int64, dimensions=1)]
     if len(queries) != len(contexts):
         raise KernelError(f"query_lens: expected {len(contexts)} as context_lens, got {len(queries)}")
+    if not isinstance(query, np.ndarray):
+        raise KernelError(f"query: expected a NumPy array, got {type(query).__name__}")
     if query.ndim != 3:
         raise KernelError(f"query: expected three dimensions [T, H, D], got shape {tuple(query.shape)}")
     heads = query.shape[1]
@@ -81,14 +84,14 @@ def paged_attention(
         raise KernelError(f"query: {heads} heads are no multiple of the cache's {cache.num_kv_heads} KV heads")
     expected = (sum(queries), heads, cache.head_dim)
     _check_rows("query", query, expected)
-    if window is not None and window < 1:
-        raise KernelError(f"window: expected None or at least 1, got {window}")
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise KernelError(f"soft_cap: expected None or a finite number above 0, got {soft_cap}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, Integral) or window < 1):
+        raise KernelError(f"window: expected None or a whole number of at least 1, got {window!r:.40}")
+    if soft_cap is not None and not (_is_finite(soft_cap) and soft_cap > 0):
+        raise KernelError(f"soft_cap: expected None or a finite number above 0, got {soft_cap!r:.40}")
     if scale is None:
         scale = cache.head_dim**-0.5
-    elif not math.isfinite(scale):
-        raise KernelError(f"scale: expected a finite number, got {scale}")
+    elif not _is_finite(scale):
+        raise KernelError(f"scale: expected a finite number, got {scale!r:.40}")
     if sinks is not None:
         _check_rows("sinks", sinks, (heads,))
     if out is None:
@@ -103,6 +106,18 @@ def paged_attention(
     plan = cache.device.ops.plan_attention(cache.view, table, starts, contexts, heads, window)
     cache.device.ops.paged_attention(query, cache.view, layer, plan, out, scale, soft_cap, sinks)
     return out
+
+
+def _check_cache(cache: Any, layer: int) -> None:
+    from cupaged.cache import PagedKVCache
+
+    if not isinstance(cache, PagedKVCache):
+        raise KernelError(f"cache: expected a PagedKVCache, got {type(cache).__name__}")
+    cache.check_layer(layer)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(name: str, values: Any, dtype: type[np.signedinteger[Any]], dimensions: int) -> Array:
@@ -122,6 +137,8 @@ def _integers(name: str, values: Any, dtype: type[np.signedinteger[Any]], dimens
 
 def _check_rows(name: str, array: Array, expected: tuple[int, ...]) -> None:
     """KernelError unless float32 of that shape with everything behind the first dimension contiguous."""
+    if not isinstance(array, np.ndarray):
+        raise KernelError(f"{name}: expected a NumPy array, got {type(array).__name__}")
     if tuple(array.shape) != expected:
         raise KernelError(f"{name}: expected shape {list(expected)}, got {list(array.shape)}")
     if array.dtype != np.float32:
@@ -135,6 +152,8 @@ def _check_rows(name: str, array: Array, expected: tuple[int, ...]) -> None:
 
 def _table_array(tables: Any, sequences: int) -> Array:
     """int32 [S, W] of any accepted form of `tables`, short rows padded with -1."""
+    if hasattr(tables, "refs") or not isinstance(tables, Iterable):
+        raise KernelError(f"tables: expected a table for each sequence, in a list, got one {type(tables).__name__}")
     if not isinstance(tables, np.ndarray):
         rows = [list(getattr(table, "refs", table)) for table in tables]
         width = max((len(row) for row in rows), default=0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -66,7 +67,7 @@ class PagedKVCache:
         self.num_kv_heads = _whole("num_kv_heads", num_kv_heads, 1 << 16)
         self.head_dim = _whole("head_dim", head_dim, 1 << 16)
         self.num_layers = _whole("num_layers", num_layers, 1 << 16)
-        self.dtype: StorageType = _choice("dtype", dtype, tuple(STORAGE_BYTES))
+        self.dtype: StorageType = _choice("dtype", _dtype_name(dtype), tuple(STORAGE_BYTES))
         self.layout: Layout = _choice("layout", layout, get_args(Layout))
         self.device: CacheDevice = _cpu_device() if device is None else device
         if k_transposed is None:
@@ -161,8 +162,8 @@ class PagedKVCache:
 
     def check_layer(self, layer: int) -> None:
         """KernelError if this cache has no such layer."""
-        if not 0 <= layer < self.num_layers:
-            raise KernelError(f"layer: {layer} is not in 0..{self.num_layers - 1}")
+        if isinstance(layer, bool) or not isinstance(layer, Integral) or not 0 <= layer < self.num_layers:
+            raise KernelError(f"layer: {layer!r:.40} is not in 0..{self.num_layers - 1}")
 
     def __repr__(self) -> str:
         shape = f"{self.num_blocks} blocks of {self.block_size}, {self.num_layers} layers"
@@ -177,6 +178,12 @@ def _whole(name: str, value: Any, high: int) -> int:
     if isinstance(value, bool) or not 1 <= whole <= high:
         raise OptionError(f"{name}: {value!r} is not in 1..{high}")
     return whole
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """The name of a type given as NumPy's object for it (np.float16, np.dtype("float32")); anything else as it is."""
+    is_numpy = isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic))
+    return np.dtype(dtype).name if is_numpy else dtype
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:

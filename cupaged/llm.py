@@ -68,7 +68,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """One `RequestOutput` per prompt, in order; all run together.
@@ -129,6 +129,9 @@ class LLM:
         """The text that the chat template makes of a conversation, with the opening of the answer."""
         from cupaged.model.chat_template import ChatTemplate
 
+        slips = sorted(set(template) & set(SamplingParams.__dataclass_fields__))
+        if slips:
+            raise OptionError(f"{slips[0]}: this is a sampling option; put it into params=SamplingParams(...)")
         tokenizer = self._model.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise TemplateError(f"{self._model.checkpoint.path}: the model has no chat template; give a plain prompt")
@@ -220,7 +223,7 @@ class LLM:
             raise DeviceError("this LLM was closed")
         return self._loaded
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    def _prompts(self, prompts: Prompt | Sequence[Any]) -> list[Prompt]:
         if isinstance(prompts, str):
             return [prompts]
         if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -95,10 +96,11 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     from cupaged.cache import PagedKVCache
     from cupaged.device import make_device
     from cupaged.engine import Engine
+    from cupaged.kernels.interface import STORAGE_BYTES
     from cupaged.memory import BlockManager, GroupSpec, blocks_for
     from cupaged.memory_plan import plan_memory
     from cupaged.model.checkpoint import open_checkpoint
-    from cupaged.model.decoder import Decoder
+    from cupaged.model.decoder import Decoder, scratch_shapes
     from cupaged.model.parameters import load_parameters
     from cupaged.model.source import resolve_weights
     from cupaged.model.tokenizer import load_tokenizer
@@ -125,15 +127,17 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
 
     device = make_device(options.device, options.threads, report("kernels", "kernels"))
     try:
-        parameters = load_parameters(config, checkpoint.tensors, device.ops, dtype, report("weights", "parts"))
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         rows = max_sequences + PROMPT_ROWS
-        decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
-        available = device.memory().available - decoder.nbytes
+        weight_bytes = sum(math.prod(source.shape) * STORAGE_BYTES[dtype] for source in checkpoint.tensors.values())
+        scratch_bytes = sum(4 * math.prod(shape) for shape in scratch_shapes(config, max_tokens, rows).values())
+        available = device.memory().available - weight_bytes - scratch_bytes
         memory = plan_memory(
-            config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, parameters.nbytes
+            config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, weight_bytes
         )
+        parameters = load_parameters(config, checkpoint.tensors, device.ops, dtype, report("weights", "parts"))
+        decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
         shape = (memory.num_blocks, memory.block_size, config.num_kv_heads, config.head_dim)
         caches = [PagedKVCache(*shape, len(group.layers), kv_dtype, device) for group in config.kv_groups]
         row = blocks_for(memory.max_model_len, memory.block_size)

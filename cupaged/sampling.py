@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from numbers import Real
 from typing import Any, cast
 
@@ -84,14 +85,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logits_processor: LogitsProcessor | None = None
 
-    def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
-        # The generated __init__ answers an unknown keyword with a bare TypeError; here it gets our error and a hint.
-        fields = cls.__dataclass_fields__
-        for name in options:
-            if name not in fields:
-                raise OptionError(_unknown(name, list(fields)))
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -143,6 +136,23 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is stored: a tuple, empty for None."""
         return cast("tuple[str, ...]", self.stop)
+
+
+def _name_unknown_keywords(cls: type) -> None:
+    """The generated __init__ answers an unknown keyword with a bare TypeError; here it gets our error and a hint."""
+    generated = cls.__init__  # type: ignore[misc]
+
+    @wraps(generated)  # keeps the signature that help() and editors show
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+                raise OptionError(_unknown(name, list(cls.__dataclass_fields__)))  # type: ignore[attr-defined]
+        generated(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+_name_unknown_keywords(SamplingParams)
 
 
 def _unknown(name: str, known: list[str]) -> str:

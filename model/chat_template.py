@@ -89,24 +89,49 @@ class ChatTemplate:
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in variables:
                 raise TemplateError(f"template variable {name!r} is set twice")
+        # `documents` is there because Hugging Face always defines it: templates test it for none.
+        names = {"documents": None, **self._special_tokens, **variables}
+        names |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._generate({**names, "messages": plain})
+        except Exception as error:
+            # Most templates know text alone: what they fail on is tried again with the parts joined.
+            joined = _with_joined_parts(plain)
+            if joined is None or isinstance(error, _Refused):
+                raise _as_template_error("failed", error) from None
+        try:
+            return self._generate({**names, "messages": joined})
+        except Exception as error:
+            raise _as_template_error("failed", error) from None
+
+    def _generate(self, names: Mapping[str, Any]) -> str:
         token = _budget.set(_Budget())
         try:
             length = 0
             chunks: list[str] = []
-            # `documents` is there because Hugging Face always defines it: templates test it for none.
-            names = {"documents": None, **self._special_tokens, **variables}
-            for chunk in self._template.generate(
-                {**names, "messages": plain, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            ):
+            for chunk in self._template.generate(names):
                 length += len(chunk)
                 if length > CHARS:
                     raise OverflowError(f"more than {CHARS} characters")
                 chunks.append(chunk)
             return "".join(chunks)
-        except Exception as error:
-            raise _as_template_error("failed", error) from None
         finally:
             _budget.reset(token)
+
+
+def _with_joined_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with content in parts made one text; None if none has parts, or a part is not text."""
+    changed = False
+    joined = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            texts = [part.get("text") for part in content if part.get("type") == "text"]
+            if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+                return None
+            message, changed = {**message, "content": "".join(texts)}, True
+        joined.append(message)
+    return joined if changed else None
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:

@@ -39,6 +39,22 @@ class ForwardBatch:
     max_position: int
 
 
+def scratch_shapes(config: ModelConfig, max_tokens: int, max_logits: int) -> dict[str, tuple[int, int]]:
+    """The scratch buffers of a decoder, all float32."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    widths = {
+        "residual": config.hidden_size,
+        "hidden": config.hidden_size,
+        "delta": config.hidden_size,
+        "qkv": heads * config.head_dim,
+        "attended": config.num_heads * config.head_dim,
+        "gate_up": 2 * config.intermediate_size,
+        "active": config.intermediate_size,
+    }
+    shapes = {name: (max_tokens, width) for name, width in widths.items()}
+    return shapes | {"last": (max_logits, config.hidden_size), "logits": (max_logits, config.vocab_size)}
+
+
 class Decoder:
     """A model's forward pass. Holds parameters, scratch for `max_tokens` tokens, and the rotary tables."""
 
@@ -50,27 +66,11 @@ class Decoder:
         self.parameters = parameters
         self.ops = ops
         self._upload = upload
-        heads = config.num_heads + 2 * config.num_kv_heads
-        shapes = {
-            "residual": config.hidden_size,
-            "hidden": config.hidden_size,
-            "delta": config.hidden_size,
-            "qkv": heads * config.head_dim,
-            "attended": config.num_heads * config.head_dim,
-            "gate_up": 2 * config.intermediate_size,
-            "active": config.intermediate_size,
-        }
-        self._buffers = {name: empty((max_tokens, width), np.float32) for name, width in shapes.items()}
-        self._buffers["last"] = empty((max_logits, config.hidden_size), np.float32)
-        self._buffers["logits"] = empty((max_logits, config.vocab_size), np.float32)
+        shapes = scratch_shapes(config, max_tokens, max_logits)
+        self._buffers = {name: empty(shape, np.float32) for name, shape in shapes.items()}
         self._rope = [upload(rope_rows(group.rope, 0, ROWS_PER_BLOCK)) for group in config.kv_groups]
         self._group = [config.group_of_layer(layer) for layer in range(config.num_layers)]
         self._index = [config.kv_groups[g].layers.index(layer) for layer, g in enumerate(self._group)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the scratch buffers."""
-        return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def prepare(self, max_position: int) -> None:
         """Extend the rotary tables to a position, doubling. Not part of `forward`, which may be captured."""

@@ -138,7 +138,9 @@ def _family(values: Values) -> Family:
         return family
     family = FAMILIES.get(model_type)
     if family is None:
-        raise unknown_architecture(values.where, architectures[0] if architectures else model_type)
+        known = {entry.architecture for entry in FAMILIES.values()}
+        named = architectures[0] if architectures and architectures[0] not in known else model_type
+        raise unknown_architecture(values.where, named)
     if architectures and family.architecture not in architectures:
         raise UnsupportedModelError(
             f"{values.where}: model_type {model_type} with architecture {quote(architectures[0])} is not supported; "

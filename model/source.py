@@ -41,7 +41,7 @@ def resolve_weights(spec: str, progress: Progress | None = None, *, tokenizer_on
     if reason == NOT_THERE and remote is not None:
         return from_hub(remote, tell, tokenizer_only=tokenizer_only)
     if reason:
-        raise ModelFileError(f"weights {quote(spec)}: {reason}; expected {_KINDS}")
+        raise ModelFileError(f"weights {quote(spec, 500)}: {reason}; expected {_KINDS}")
     if not path.is_dir() and not (path.is_file() and _is_gguf(path)):
         raise ModelFileError(f"{path}: not a GGUF file; expected {_KINDS}")
     if remote is not None:

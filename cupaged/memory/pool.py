@@ -49,8 +49,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, pool: Pool = Pool.DEVICE, group: int = 0) -> None:
-        if not 1 <= num_blocks <= MAX_FRAMES:
-            raise OptionError(f"num_blocks is {num_blocks}: 1 to {MAX_FRAMES} are allowed")
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 1 <= num_blocks <= MAX_FRAMES:
+            raise OptionError(f"num_blocks is {num_blocks!r:.40}: 1 to {MAX_FRAMES} are allowed")
         self.num_blocks = num_blocks
         self.pool = pool
         self.group = group

@@ -41,7 +41,7 @@ def test_standard_input_may_hold_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("texts", "ids", "file", "message"),
     [
-        ([], [], None, "no prompt: give --prompt, --token-ids or --prompts-file"),
+        ([], [], None, "no prompt: give --prompt, --token-ids or --prompts-file (--prompt - reads standard input)"),
         (["-", "-"], [], None, "standard input (-) can be read only once"),
         (["-"], [], "-", "standard input (-) can be read only once"),
         (["caf\udce9"], [], None, "--prompt: the text is not valid UTF-8"),
@@ -96,3 +96,9 @@ def test_a_bad_object_is_named_by_line(tmp_path: Path, line: str, message: str) 
     with pytest.raises(OptionError) as caught:
         collect([], [], str(file))
     assert message in str(caught.value)
+
+
+def test_objects_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_stdin(monkeypatch, b'{"prompt": "a", "max_tokens": 3}\n{"prompt": [1, 2], "logit_bias": {"5": -1}}\n')
+    first, second = collect([], [], "-", jsonl=True)
+    assert (first.content, first.params, second.content) == ("a", {"max_tokens": 3}, [1, 2])

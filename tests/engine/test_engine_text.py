@@ -13,7 +13,7 @@ from recording import Job, run
 
 from cupaged import LLM, SamplingParams
 from cupaged.engine import best_logprobs
-from cupaged.errors import RequestError, TemplateError
+from cupaged.errors import OptionError, RequestError, TemplateError
 
 
 @pytest.fixture
@@ -176,3 +176,8 @@ def test_logprobs_of_equal_logits_go_by_id() -> None:
     flat = best_logprobs(np.zeros(100, np.float32), 50, 3)
     assert list(flat) == [0, 1, 2, 50]
     assert flat[50] == pytest.approx(-np.log(100))
+
+
+def test_sampling_options_given_to_chat_are_not_taken_for_template_variables(llm: LLM) -> None:
+    with pytest.raises(OptionError, match="temperature: this is a sampling option; put it into params"):
+        llm.chat([{"role": "user", "content": "hi"}], temperature=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -180,3 +181,7 @@ def test_importing_needs_the_standard_library_alone() -> None:
     code = "import sys; before = {n.split('.')[0] for n in sys.modules};" + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "['cupaged']"
+
+
+def test_the_signature_that_help_shows_is_the_fields() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == list(SamplingParams.__dataclass_fields__)

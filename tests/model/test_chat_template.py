@@ -293,3 +293,10 @@ def test_tools_and_variables_are_checked() -> None:
         render("x", tools={"name": "f"})
     with pytest.raises(TypeError):
         ChatTemplate("x", {}).render(HI, messages=HI)  # type: ignore[misc]
+
+
+def test_text_parts_are_joined_for_a_template_that_knows_text_alone() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    assert render("{{ '<' + messages[0].content + '>' }}", parts) == "<hi>"
+    with pytest.raises(TemplateError, match="can only concatenate"):
+        render("{{ '<' + messages[0].content + '>' }}", [{"role": "user", "content": [{"type": "image"}]}])
