@@ -13,9 +13,11 @@ import click
 import cupaged
 from cupaged.cli import errors
 from cupaged.cli.bench import bench
+from cupaged.cli.convert import convert
 from cupaged.cli.generate import generate
 from cupaged.cli.info import info
 from cupaged.cli.interrupt import Interrupt
+from cupaged.cli.tokenize import detokenize, tokenize
 
 
 @dataclass
@@ -44,9 +46,8 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-cli.add_command(bench)
-cli.add_command(generate)
-cli.add_command(info)
+for command in (bench, convert, detokenize, generate, info, tokenize):
+    cli.add_command(command)
 
 
 def run(args: list[str]) -> int:

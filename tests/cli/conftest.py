@@ -11,6 +11,8 @@ from fake_llm import FakeLLM
 
 from cupaged.cli import main, runtime
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "model"))  # their builders of model files
+
 SCRIPT = Path(__file__).with_name("fake_llm.py")
 
 

@@ -21,7 +21,11 @@ def test_version_and_help(run: Run) -> None:
     ("args", "code", "line"),
     [
         (["generat"], 2, "no such command: generat; did you mean generate? (see cupaged --help)"),
-        (["serve"], 2, "no such command: serve; commands are bench, generate, info (see cupaged --help)"),
+        (
+            ["frobnicate"], 2,
+            "no such command: frobnicate; commands are bench, convert, detokenize, generate, info, tokenize "
+            "(see cupaged --help)",
+        ),
         (["generate"], 2, "Missing option '--weights' / '-w' (see cupaged generate --help)"),
         (["info", "--weight", "x"], 2, "no such option: --weight; did you mean --weights? (see cupaged info --help)"),
         (
