@@ -8,6 +8,7 @@ import click
 
 from cupaged.cli import runtime
 from cupaged.cli.output import Output
+from cupaged.cli.values import number
 
 
 @click.group(invoke_without_command=True)
@@ -19,9 +20,9 @@ def bench(ctx: click.Context) -> None:
 
 
 @bench.command()
-@click.option("--threads", type=click.IntRange(1, 256), help="CPU threads.  [default: the cores we may use]")
+@click.option("--threads", type=number(int, 1, 256), help="CPU threads.  [default: the cores we may use]")
 @click.option(
-    "--seconds", type=click.FloatRange(0.05, 60), default=0.5, show_default=True, help="Time for each row."
+    "--seconds", type=number(float, 0.05, 60), default=0.5, show_default=True, help="Time for each row."
 )  # fmt: skip
 @click.option("--only", metavar="KERNEL", type=click.Choice(["matmul", "attention"]), help="Only these rows.")
 @click.option("--json", "as_object", is_flag=True, help="A JSON object a row.")

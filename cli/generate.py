@@ -13,6 +13,7 @@ from cupaged.cli.prompts import collect
 from cupaged.cli.sampling_options import sampling_options, take
 from cupaged.cli.session import DEFAULT_MAX_TOKENS, Job, Session
 from cupaged.cli.statistics import Statistics
+from cupaged.cli.values import Text
 from cupaged.errors import OptionError
 
 
@@ -36,7 +37,7 @@ from cupaged.errors import OptionError
 )
 @click.option("--jsonl", is_flag=True, help="The lines of --prompts-file are JSON objects, whatever its name.")
 @click.option("--chat", is_flag=True, help="Prompts are a user's messages, put into the model's chat template.")
-@click.option("--system", metavar="TEXT", help="System message of a chat.")
+@click.option("--system", type=Text(), metavar="TEXT", help="System message of a chat.")
 @sampling_options(DEFAULT_MAX_TOKENS)
 @click.option("--json", "as_objects", is_flag=True, help="A JSON object a line for each prompt.")
 @click.option("--stats", is_flag=True, help="Tokens, tokens/s, times and memory on standard error.")

@@ -64,8 +64,9 @@ def _from_file(name: str, as_objects: bool) -> list[Prompt]:
         label = name
         try:
             data = Path(name).read_bytes()
-        except OSError as error:
-            raise OptionError(f"--prompts-file: cannot read {name}: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+            reason = getattr(error, "strerror", None) or error
+            raise OptionError(f"--prompts-file: cannot read {name}: {reason}") from None
     prompts = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         where = f"{label}, line {number}"

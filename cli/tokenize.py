@@ -13,6 +13,7 @@ from cupaged.cli import runtime
 from cupaged.cli.errors import note
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
+from cupaged.cli.values import Text
 from cupaged.errors import OptionError, TokenizerError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _weights = click.option(
 
 @click.command()
 @_weights
-@click.argument("text")
+@click.argument("text", type=Text())
 @click.option("--no-special", is_flag=True, help="Without the tokens put around a prompt, such as BOS.")
 @click.option("--json", "as_object", is_flag=True, help="A JSON object, with the text of each token.")
 @runtime.debug_option
