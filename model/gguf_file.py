@@ -249,7 +249,7 @@ class _Reader:
     def alignment(self, metadata: dict[str, Any]) -> int:
         value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(value) is not int or value <= 0 or value & (value - 1):
-            raise self.fail(f"general.alignment is {value!r}; it must be a power of two")
+            raise self.fail(f"general.alignment is {quote(value)}; it must be a power of two")
         return value
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], str, int, int]:

@@ -15,7 +15,8 @@ import numpy as np
 
 from cupaged.errors import UnsupportedModelError
 from cupaged.model import quants_blocks
-from cupaged.model.quants_blocks import Bytes, Float32
+from cupaged.model.quants_blocks import Bytes
+from cupaged.model.quants_blocks import Float32 as Float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,15 @@ class Tokenizer:
         """
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, ValueError):
-            if isinstance(text, str):
-                index = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
-                problem = f"character {index} ({text[index : index + 1]!r}) is half a surrogate pair, not text"
-            else:
-                problem = f"text is needed, not {type(text).__name__}"
-            raise TokenizerError(f"cannot encode: {problem}") from None
+        except BaseException as error:
+            if not isinstance(text, str):
+                raise TokenizerError(f"cannot encode: text is needed, not {type(text).__name__}") from None
+            half = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if half is None:  # a tokenizer.json that loads and yet does not fit together
+                raise backend_error(self._source, error) from None
+            raise TokenizerError(
+                f"cannot encode: character {half} ({text[half]!r}) is half a surrogate pair, not text"
+            ) from None
         return encoding.ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -88,10 +90,10 @@ class Tokenizer:
         numbers = list(ids)
         try:
             return self._backend.decode(numbers, skip_special_tokens=skip_special_tokens)
-        except (TypeError, OverflowError):
+        except BaseException as error:
             for number in numbers:
                 self.token_string(number)  # raises for the one at fault
-            raise
+            raise backend_error(self._source, error) from None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh stream whose text equals `decode(ids, skip_special_tokens)` in the end."""
@@ -318,8 +320,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     for source in (_read_json(folder / "chat_template.json") or {}, config):
         template = source.get("chat_template")
         if isinstance(template, list):  # several, each {"name": ..., "template": ...}
-            named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-            template = named.get("default")
+            named = [item for item in template if isinstance(item, Mapping) and item.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if isinstance(template, str):
             return template
     return None

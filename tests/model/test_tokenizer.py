@@ -214,6 +214,21 @@ def test_chat_template_sources_in_their_order(tmp_path: Path) -> None:
     assert load(tmp_path).chat_template == "jinja"
 
 
+def test_templates_with_odd_names_are_passed_over(tmp_path: Path) -> None:
+    odd = [{"name": {}, "template": "x"}, {"name": "default", "template": "y"}, 5]
+    assert load(folder_with(tmp_path, tokenizer_config={"chat_template": odd})).chat_template == "y"
+    assert load(folder_with(tmp_path, tokenizer_config={"chat_template": odd[:1]})).chat_template is None
+
+
+def test_a_tokenizer_that_loads_and_yet_does_not_fit_together_is_named_when_used(tmp_path: Path) -> None:
+    tokenizer = Backend(models.BPE(vocab={"a": 0}, merges=[], unk_token="<nowhere>"))
+    tokenizer.decoder = decoders.ByteLevel()
+    loaded = load(folder_with(tmp_path, tokenizer))
+    assert loaded.encode("a") == [0]
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*<nowhere>"):
+        loaded.encode("b")
+
+
 def test_a_folder_without_a_tokenizer_gives_none_but_one_of_another_kind_says_so(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path, "hub", {}) is None
     (tmp_path / "tokenizer.model").write_bytes(b"")
