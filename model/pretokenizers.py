@@ -3,8 +3,9 @@
 A GGUF holds the name alone (`tokenizer.ggml.pre`); names and rules are those of llama.cpp (llama-vocab.cpp), and where
 its regular expression is a stand-in for the published one (its own engine lacks a feature), the published one is used,
 with the normaliser that the model's tokenizer.json has and a GGUF leaves out. A wrong rule gives plausible but wrong
-ids. So a name is here only if its rule is certain, and any other is refused. Absent for want of that certainty: deepseek-llm, whose
-rule lists its letters one by one, and falcon, whose published order of cuts llama.cpp does not follow.
+ids. So a name is here only if its rule is certain, and any other is refused. Absent for want of that certainty:
+deepseek-llm, whose rule lists its letters one by one, and falcon, whose published order of cuts llama.cpp does not
+follow.
 """
 
 from __future__ import annotations
