@@ -29,6 +29,7 @@ from cupaged.model.hub_model import hub_config
 from cupaged.model.rope import inverse_frequencies
 from cupaged.model.safetensors_writer import MAX_SHARD_BYTES, weight_bytes, write_weights
 from cupaged.model.tokenizer import Tokenizer, load_tokenizer
+from cupaged.model.tokenizer_json import frame, tokenizer_json
 
 Json = dict[str, Any]
 _STORED: dict[str, StorageType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -141,7 +142,9 @@ def _make_files(checkpoint: Checkpoint, folder: Path, dtype: StorageType) -> Non
     _write_json(folder / "config.json", data)
     _write_json(folder / "generation_config.json", generation)
     if tokenizer is not None:
-        (folder / "tokenizer.json").write_text(_tokenizer_json(tokenizer), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(
+            tokenizer_json(tokenizer, checkpoint.metadata, str(checkpoint.path)), encoding="utf-8"
+        )
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer, config))
 
 
@@ -230,22 +233,16 @@ def _with_hub_rope(config: ModelConfig, where: str) -> tuple[Any, ...]:
     return tuple(groups)
 
 
-def _tokenizer_json(tokenizer: Tokenizer) -> str:
-    text: str = tokenizer._backend.to_str(pretty=True)
-    return text + "\n"
-
-
 def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> Json:
     """The names of special tokens, the frame, and the chat template."""
-    bare, framed = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
-    before = next(start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
+    before, behind = frame(tokenizer)
     data: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position,
         "clean_up_tokenization_spaces": False,
         **tokenizer.special_tokens,
-        "add_bos_token": before > 0,
-        "add_eos_token": before + len(bare) < len(framed),
+        "add_bos_token": before is not None,
+        "add_eos_token": behind is not None,
     }
     if tokenizer.chat_template is not None:
         data["chat_template"] = tokenizer.chat_template

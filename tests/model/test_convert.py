@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import DATA, FOLDERS, Bare, NumpyDevice
-from model_files import ARRAY, BOOL, I32, STRING, T_F32, U32, gguf_model, llama_gguf, llama_weights, write_folder
+from model_files import ARRAY, BOOL, F32, I32, STRING, T_F32, U32, gguf_model, llama_gguf, llama_weights, write_folder
 from safetensors.numpy import load_file
 
-from cupaged.errors import ModelFileError, OptionError, UnsupportedModelError
+from cupaged.errors import ModelFileError, OptionError, TokenizerError, UnsupportedModelError
 from cupaged.model import convert as conversion
+from cupaged.model import tokenizer_json as writer
 from cupaged.model.checkpoint import Checkpoint, open_checkpoint
 from cupaged.model.config import RopeConfig
 from cupaged.model.convert import convert
@@ -101,6 +102,65 @@ def test_a_gguf_becomes_a_hub_folder_of_the_same_model(tmp_path: Path, dtype: An
     assert new.eos_token_ids == old.eos_token_ids == {2, 3} and new.special_tokens == old.special_tokens
     assert new.chat_template == old.chat_template == template["tokenizer.chat_template"][1]
     assert new.decode(range(24)) == old.decode(range(24))
+
+
+PIECES = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<|end|>",
+    *"abcdefghij",
+    "▁",
+    "ab",
+    "abc",
+    "▁ab",
+    "bc",
+    "cd",
+    "▁a",
+    "de",
+    "▁▁",
+    "cde",
+]
+
+
+def sentencepiece_pairs(space_before: bool, **changes: tuple[int, Any]) -> dict[str, tuple[int, Any]]:
+    scores = [0.0] * 14 + [-1.0, -3.0, -2.0, -5.0, -4.0, -6.0, -8.0, -7.0, -9.0, -6.5]
+    pairs = {
+        "model": (STRING, "llama"),
+        "tokens": (ARRAY, (STRING, PIECES)),
+        "scores": (ARRAY, (F32, scores)),
+        "token_type": (ARRAY, (I32, [2, 3, 3, 4, *[1] * (len(PIECES) - 4)])),
+        "unknown_token_id": (U32, 0),
+        "add_space_prefix": (BOOL, space_before),
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in pairs.items()}
+
+
+@pytest.mark.parametrize("space_before", [True, False])
+def test_a_sentencepiece_vocabulary_becomes_merges_that_give_the_same_ids(tmp_path: Path, space_before: bool) -> None:
+    source = write_gguf(tmp_path / "m.gguf", sentencepiece_pairs(space_before))
+    convert(source, tmp_path / "hub")
+    old = load_tokenizer(source, "gguf", open_checkpoint(source).metadata)
+    new = load_tokenizer(tmp_path / "hub", "hub", {})
+    assert old is not None and new is not None and old.encode("a")[0] == 1
+    random = np.random.default_rng(0)
+    letters = [*"abcdefx  ▁", "<|end|>", "</s>"]
+    for _ in range(300):
+        text = "".join(random.choice(letters, random.integers(0, 14)))
+        ids = old.encode(text)
+        assert new.encode(text) == ids and new.encode(text, False) == old.encode(text, False), text
+        assert new.decode(ids) == old.decode(ids) and new.decode(ids, False) == old.decode(ids, False), text
+
+
+def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    squeezing = sentencepiece_pairs(True, remove_extra_whitespaces=(BOOL, True))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json has no remove_extra_whitespaces"):
+        convert(write_gguf(tmp_path / "m.gguf", squeezing), tmp_path / "hub")
+    monkeypatch.setattr(writer, "merges_by_score", lambda *arguments: [])
+    with pytest.raises(TokenizerError, match=r"its tokenizer as tokenizer\.json gives other ids for ' '"):
+        convert(write_gguf(tmp_path / "m.gguf", sentencepiece_pairs(True)), tmp_path / "hub")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_the_safetensors_package_reads_what_is_written(tmp_path: Path) -> None:
