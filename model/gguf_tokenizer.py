@@ -100,11 +100,14 @@ class _SentencePieceTokenizer(Tokenizer):
         self._before, self._behind = ([] if token_id is None else [token_id] for token_id in frame)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            ids = self._encoder.encode(text)
-        except (AttributeError, TypeError, UnicodeEncodeError):
-            return super().encode(text, add_special_tokens)  # which says what is wrong with the text
-        return [*self._before, *ids, *self._behind] if add_special_tokens else ids
+        if isinstance(text, str):
+            try:
+                ids = self._encoder.encode(text)
+            except UnicodeEncodeError:
+                pass
+            else:
+                return [*self._before, *ids, *self._behind] if add_special_tokens else ids
+        return super().encode(text, add_special_tokens)  # which says what is wrong with it
 
 
 def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:

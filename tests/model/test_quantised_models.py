@@ -11,6 +11,7 @@ from checkpoints import Bare, NumpyDevice
 from model_files import F32, LLAMA_CONFIG, STRING, U32, gguf_model, permuted, write_folder
 from test_quants import BLOCK_FORMATS, blocks
 
+from cupaged import LLM, SamplingParams
 from cupaged.errors import UnsupportedModelError
 from cupaged.model.checkpoint import open_checkpoint
 from cupaged.model.quants import FORMATS
@@ -65,9 +66,8 @@ def quantised(name: str, rows: int, columns: int, seed: int) -> np.ndarray:
         return blocks(name, rows, columns, seed, scale).reshape(rows, -1)
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
-    """Both models run the same float32 kernels, so equal weights in equal places give equal bits."""
+def write_both(name: str, folder: Path) -> tuple[Path, Path]:
+    """(GGUF, Hub folder) of one model: its matrices in format `name`, and what they are in float32."""
     kind = public.GGMLQuantizationType[name]
     tensors, weights = {}, {}
     for seed, (ours, (theirs, rows, columns)) in enumerate(SHAPES.items()):
@@ -79,10 +79,16 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, name: str) ->
         norm = np.linspace(0.5, 1.5, HIDDEN, dtype=np.float32)
         weights[f"{theirs}.weight"] = norm
         tensors[f"{ours}.weight"] = (0, (HIDDEN,), norm.tobytes())
-    file = tmp_path / "model.gguf"
+    file = folder / "model.gguf"
     file.write_bytes(gguf_model(METADATA, tensors))
-    folder = write_folder(tmp_path / "hub", weights, LLAMA_CONFIG, **CHANGES)
+    return file, write_folder(folder / "hub", weights, LLAMA_CONFIG, **CHANGES)
 
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_M06_logits_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    """Both models run the same float32 kernels, so equal weights in equal places give equal bits: Q and K too, whose
+    rows the GGUF has in another order."""
+    file, folder = write_both(name, tmp_path)
     assert open_checkpoint(file).config.stored_dtype == name
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     found = Bare(file, NumpyDevice(), num_blocks=2).logits(ids)
@@ -90,6 +96,19 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, name: str) ->
     assert np.isfinite(found).all()
     assert len({row.argmax() for row in found}) > 1  # not a constant
     assert found.tobytes() == Bare(folder, NumpyDevice(), num_blocks=2).logits(ids).tobytes()
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    """The whole way, through the CPU's kernels."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    tokens = []
+    for path in write_both(name, tmp_path):
+        with LLM(path, device="cpu", dtype="float32", kv_memory="1MiB") as llm:
+            (out,) = llm.generate([3, 1, 4, 1, 5], params)
+            tokens.append(out.outputs[0].token_ids)
+    assert len(tokens[0]) == 6
+    assert tokens[0] == tokens[1]
 
 
 def test_other_formats_are_refused_by_name_before_any_weight_is_read(tmp_path: Path) -> None:
