@@ -89,7 +89,9 @@ def refusal(spec: str, **options: bool) -> str:
     return line
 
 
-def test_only_what_a_model_is_loaded_from_is_fetched_and_once(hub: FakeHub, tmp_path: Path) -> None:
+def test_only_what_a_model_is_loaded_from_is_fetched_and_once(
+    hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     hub.add("o/m", LARGE)
     lines: list[str] = []
     folder = resolve_weights("o/m", lines.append)
@@ -101,6 +103,7 @@ def test_only_what_a_model_is_loaded_from_is_fetched_and_once(hub: FakeHub, tmp_
     asked = len(hub.fetched)
     assert resolve_weights("o/m", lines.append) == folder
     assert lines[-1] == "looking up o/m on the Hub" and len(hub.fetched) == asked
+    assert capfd.readouterr() == ("", "")  # the library's own bars and warnings are off
 
 
 def test_L10_a_snapshot_of_links_is_loaded(hub: FakeHub) -> None:
