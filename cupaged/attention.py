@@ -155,7 +155,7 @@ def _table_array(tables: Any, sequences: int) -> Array:
     if hasattr(tables, "refs") or not isinstance(tables, Iterable):
         raise KernelError(f"tables: expected a table for each sequence, in a list, got one {type(tables).__name__}")
     if not isinstance(tables, np.ndarray):
-        rows = [list(getattr(table, "refs", table)) for table in tables]
+        rows = [list(table.refs if hasattr(table, "refs") else table) for table in tables]
         width = max((len(row) for row in rows), default=0)
         tables = [row + [NO_BLOCK] * (width - len(row)) for row in rows]
         tables = np.array(tables, np.int64).reshape(len(rows), width)
