@@ -9,9 +9,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-sentencepiece = pytest.importorskip("sentencepiece", reason="the wheel sentencepiece is what these tests compare with")
+import sentencepiece
 
 SPACE = "\u2581"
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
