@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import settings
 # No deadline: a shared machine may pause any example. The same examples each run: a failure must come back.
 settings.register_profile("cupaged", deadline=None, derandomize=True)
 settings.load_profile("cupaged")
+
+# A test run started in the background of a script has Ctrl-C ignored, and so would have every process that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,24 @@ from cupaged.cli import main, runtime
 sys.path.append(str(Path(__file__).resolve().parent.parent / "model"))  # their builders of model files
 
 SCRIPT = Path(__file__).with_name("fake_llm.py")
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that fails between starting a process and its end does not leave it running."""
+    started: list[subprocess.Popen[Any]] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    yield
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
