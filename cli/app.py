@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,8 @@ def run(args: list[str]) -> int:
     output went away. `click.Command.main` is not used: on Ctrl-C it prints a line of its own.
     """
     settings = Settings()
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, warnings.catch_warnings():
+        warnings.showwarning = errors.show_warning
         try:
             with cli.make_context("cupaged", args, obj=settings) as ctx:
                 code = cli.invoke(ctx)

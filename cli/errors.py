@@ -40,6 +40,11 @@ def note(message: str) -> None:
             print(f"cupaged: {one_line(message)}", file=sys.stderr, flush=True)
 
 
+def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Stands in for `warnings.showwarning`, which prints a line of our source, too."""
+    note(f"warning: {message}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing if no known name is near."""
     matches = difflib.get_close_matches(name, sorted(known), n=2)

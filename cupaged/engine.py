@@ -15,6 +15,7 @@ from cupaged.batch import build_batch
 from cupaged.cache import PagedKVCache
 from cupaged.device.base import Device
 from cupaged.errors import BlockError, CapacityError, RequestError, StepError, shown
+from cupaged.interrupts import uninterrupted
 from cupaged.kernels.interface import Array, SampleRows
 from cupaged.logits import adjust
 from cupaged.memory import BlockManager, MemoryStats, PlanItem, blocks_for, frame_of
@@ -60,6 +61,7 @@ class Engine:
 
     # -- requests
 
+    @uninterrupted
     def add_request(
         self,
         prompt_ids: Sequence[int],
@@ -132,6 +134,7 @@ class Engine:
         forms = [self._encode(form) for word in params.bad_words for form in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(ids) for ids in forms if ids))
 
+    @uninterrupted
     def abort(self, request_id: str) -> bool:
         """End a request at once; its blocks are free again. False if there is no such request or it has ended."""
         request = self._requests.get(request_id)
@@ -145,6 +148,7 @@ class Engine:
         """A request that has not been forgotten. KeyError otherwise."""
         return self._requests[request_id]
 
+    @uninterrupted
     def forget(self, request_id: str) -> None:
         """Drop the record of an ended request (aborting it if it has not). Unknown ids are ignored."""
         self.abort(request_id)
@@ -160,6 +164,7 @@ class Engine:
 
     # -- steps
 
+    @uninterrupted
     def step(self) -> list[StreamPiece]:
         """Run one step; returns the pieces that it brought, the ends of aborted requests among them."""
         plan = self.scheduler.schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -77,26 +78,27 @@ class LLM:
         RequestError names the prompt that cannot be served, before any has started. A request whose step fails ends
         with finish_reason "error" and its message in `.error`; the others are unaffected.
         """
-        with self._lock:
-            engine = self._model.engine
-            listed = self._prompts(prompts)
-            each = self._params(params, len(listed))
+        listed = self._prompts(prompts)
+        each = self._params(params, len(listed))
+        ids_of: list[str] = []
+        try:
             ready = []
             for index, (prompt, options) in enumerate(zip(listed, each, strict=True)):
                 try:
                     text, ids = self._encode(prompt)
-                    ready.append((text, engine.check_request(ids, options), options))
+                    ready.append((text, self._model.engine.check_request(ids, options), options))
                 except RequestError as error:
                     if len(listed) == 1:
                         raise
                     raise type(error)(f"prompt {index} of {len(listed)}: {error}") from None
-            ids_of = [self._submit(ids, options, text) for text, ids, options in ready]
-        try:
+            with self._lock:
+                for text, ids, options in ready:
+                    ids_of.append(self._submit(ids, options, text))
             for request_id in ids_of:
                 for _ in self._pieces(request_id):
                     pass
             with self._lock:
-                return [engine.request(request_id).output() for request_id in ids_of]
+                return [self._model.engine.request(request_id).output() for request_id in ids_of]
         finally:
             self._forget(ids_of)
 
@@ -109,8 +111,7 @@ class LLM:
         with self._lock:
             (options,) = self._params(params, 1)
             text, ids = self._encode(prompt)
-            request_id = self._submit(ids, options, text)
-        return PieceStream(self, request_id)
+            return PieceStream(self, self._submit(ids, options, text))
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's answer to a conversation: messages with "role" and "content", put through its chat template.
@@ -125,8 +126,8 @@ class LLM:
         """`chat`, piece by piece."""
         return self.stream(self._chat_ids(messages, template), params)
 
-    def render_chat(self, messages: Sequence[Message], **template: Any) -> str:
-        """The text that the chat template makes of a conversation, with the opening of the answer."""
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template: Any) -> str:
+        """The text that the chat template makes of a conversation; by default with the opening of the answer."""
         from cupaged.model.chat_template import ChatTemplate
 
         slips = sorted(set(template) & set(SamplingParams.__dataclass_fields__))
@@ -136,7 +137,7 @@ class LLM:
         if tokenizer is None or tokenizer.chat_template is None:
             raise TemplateError(f"{self._model.checkpoint.path}: the model has no chat template; give a plain prompt")
         rendered = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-        return rendered.render(messages, add_generation_prompt=True, **template)
+        return rendered.render(messages, add_generation_prompt, **template)
 
     def abort(self, request_id: str) -> bool:
         """End a running request of another thread. False if there is none of that id."""
@@ -228,7 +229,12 @@ class LLM:
             return [prompts]
         if isinstance(prompts, (bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts: a string, token ids, or a list of these is needed, not {_kind(prompts)}")
-        listed: list[Any] = list(prompts)
+        try:
+            listed: list[Any] = list(prompts)
+        except TypeError:  # a NumPy scalar calls itself iterable
+            raise RequestError(
+                f"prompts: a string, token ids, or a list of these is needed, got {prompts!r:.40}"
+            ) from None
         if listed and all(isinstance(item, Integral) and not isinstance(item, bool) for item in listed):
             return [listed]  # one prompt of token ids
         return listed
@@ -238,7 +244,10 @@ class LLM:
             return [params or SamplingParams()] * count
         if not isinstance(params, Iterable):
             raise OptionError(f"params: SamplingParams or a list of them is needed, not {_kind(params)}")
-        each = list(params)
+        try:
+            each = list(params)
+        except TypeError:
+            raise OptionError(f"params: SamplingParams or a list of them is needed, got {params!r:.40}") from None
         for index, item in enumerate(each):
             if not isinstance(item, SamplingParams):
                 raise OptionError(f"params: item {index} is {_kind(item)}, not SamplingParams")
@@ -316,6 +325,7 @@ class PieceStream:
         self._closed = False
         self._last: RequestOutput | None = None
         self._pieces = llm._pieces(request_id)
+        self._reading = threading.Lock()  # several threads may read one stream: each piece goes to one of them
 
     def __iter__(self) -> PieceStream:
         return self
@@ -324,7 +334,8 @@ class PieceStream:
         if self._closed:
             raise StopIteration
         try:
-            return next(self._pieces)
+            with self._reading:
+                return next(self._pieces)
         except BaseException:
             self.close()
             raise

@@ -143,7 +143,7 @@ def _name_unknown_keywords(cls: type) -> None:
     generated = cls.__init__  # type: ignore[misc]
 
     @wraps(generated)  # keeps the signature that help() and editors show
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, /, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
                 raise OptionError(_unknown(name, list(cls.__dataclass_fields__)))  # type: ignore[attr-defined]

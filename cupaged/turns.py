@@ -7,6 +7,9 @@ import threading
 from types import TracebackType
 
 from cupaged.errors import DeviceError
+from cupaged.interrupts import shield
+
+_POLL = 0.05  # seconds between looks at interrupts while waiting
 
 
 class TurnLock:
@@ -14,6 +17,8 @@ class TurnLock:
 
     With a plain lock the thread that steps would nearly always win that race against a waiting one, which then stood
     still until the other's requests were done. Here whoever waits holds the gate, and the last holder queues behind it.
+
+    What is done under it is not interrupted in the middle (see interrupts.py); waiting for it is.
 
     A process forked while another thread held the lock has what it guards in the middle of a change, and no thread that
     would finish it: DeviceError there, instead of waiting for ever.
@@ -32,15 +37,34 @@ class TurnLock:
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
-        if not self.mine:
-            if self._pid != os.getpid():
-                if self._gate.locked() or self._lock.locked():
-                    raise DeviceError("this process was forked while another thread was generating; load the LLM anew")
-                self._pid = os.getpid()
-            with self._gate:
-                self._lock.acquire()
-            self._owner = threading.get_ident()
-        self._depth += 1
+        while True:
+            shield.__enter__()
+            try:
+                if self.mine or self._acquired():
+                    self._depth += 1
+                    return
+            except BaseException:
+                shield.__exit__()
+                raise
+            shield.__exit__()  # the interrupt that came while we waited, and held nothing
+
+    def _acquired(self) -> bool:
+        """Wait for the lock; False, without it, if an interrupt came meanwhile."""
+        if self._pid != os.getpid():
+            if self._gate.locked() or self._lock.locked():
+                raise DeviceError("this process was forked while another thread was generating; load the LLM anew")
+            self._pid = os.getpid()
+        while not self._gate.acquire(timeout=_POLL):
+            if shield.pending:
+                return False
+        try:
+            while not self._lock.acquire(timeout=_POLL):
+                if shield.pending:
+                    return False
+        finally:
+            self._gate.release()
+        self._owner = threading.get_ident()
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -49,3 +73,4 @@ class TurnLock:
         if not self._depth:
             self._owner = None
             self._lock.release()
+        shield.__exit__()

@@ -186,3 +186,14 @@ def test_U01_a_reader_that_leaves_ends_real_work(big_model: Path, checkout_env: 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 141 and err == b""
     assert time.monotonic() - began < 2
+
+
+def test_a_warning_about_a_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(GOLDEN / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "no_such_key": 5}))
+    assert main(["generate", "-w", str(folder), "--token-ids", "1", "-n", "1"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("cupaged: warning: ") and "no_such_key" in err and err.count("\n") == 1
