@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.errors import ModelFileError
+from cupaged.model.regular_file import read_regular
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_JSON_BYTES = 64 << 20  # config files are kilobytes; a tokenizer's own file is not read through here
@@ -43,9 +44,7 @@ def absence(path: Path) -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. ModelFileError, naming the file, if it cannot be read or is not an object."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelFileError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, which no configuration is")
-        data = json.loads(path.read_bytes().decode("utf-8-sig"))
+        data = json.loads(read_regular(path, _MAX_JSON_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:

@@ -26,6 +26,7 @@ from cupaged.model.config import ModelConfig, RopeConfig
 from cupaged.model.config_values import quote
 from cupaged.model.families import ACTIVATIONS, FAMILIES, HUB_NAMES
 from cupaged.model.hub_model import hub_config
+from cupaged.model.regular_file import open_regular
 from cupaged.model.rope import inverse_frequencies
 from cupaged.model.safetensors_writer import MAX_SHARD_BYTES, weight_bytes, write_weights
 from cupaged.model.tokenizer import Tokenizer, load_tokenizer
@@ -129,7 +130,16 @@ def _copy_files(checkpoint: Checkpoint, folder: Path, dtype: StorageType) -> Non
     _write_json(folder / "config.json", config)
     for name in _COPIED:
         if (checkpoint.path / name).exists():
-            shutil.copyfile(checkpoint.path / name, folder / name)
+            _copy(checkpoint.path / name, folder / name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        original = open_regular(source)
+    except OSError as error:
+        raise ModelFileError(f"{source}: cannot be read ({error.strerror or error})") from None
+    with original, target.open("xb") as copy:
+        shutil.copyfileobj(original, copy)
 
 
 def _make_files(checkpoint: Checkpoint, folder: Path, dtype: StorageType) -> None:

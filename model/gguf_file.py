@@ -21,6 +21,7 @@ import numpy as np
 from cupaged.errors import ModelFileError
 from cupaged.model.config_values import quote
 from cupaged.model.gguf_split import check_tensors, joined_metadata, part_paths
+from cupaged.model.regular_file import map_regular
 
 # Tensor types by number: name, values a block, bytes a block (ggml.h, ggml-common.h). Numbers that ggml has retired
 # (4, 5, 31-33, 36-38) are unknown here as there. Which of them can be used as weights is the affair of quants.py.
@@ -125,10 +126,7 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                # Mapping an empty file is an error of mmap's own; the reader below words it for the user.
-                size = file.seek(0, 2)
-                self.map: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            self.map = map_regular(path)
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from None
         self.version, self.metadata, self.tensors = _Reader(self.map, path).read()

@@ -21,6 +21,7 @@ from typing import Any
 
 from cupaged.errors import DownloadError
 from cupaged.model.config_values import quote, read_json
+from cupaged.model.regular_file import read_regular
 
 Progress = Callable[[str], None]
 
@@ -28,6 +29,7 @@ _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _FILE = r"(?:[A-Za-z0-9_][A-Za-z0-9._+-]*/)*[A-Za-z0-9_][A-Za-z0-9._+-]*\.gguf"
 _SPEC = re.compile(rf"({_NAME}/{_NAME})(?:/({_FILE}))?(?:@([A-Za-z0-9][A-Za-z0-9._/+-]{{0,127}}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_REFERENCE_BYTES = 1024  # the hash of a commit has 40
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*\.safetensors")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -238,7 +240,7 @@ def _snapshot(name: HubName, commit: str | None = None) -> Path | None:
         commit = revision
     if commit is None:
         try:
-            commit = (home / "refs" / revision).read_text(encoding="ascii").strip()
+            commit = read_regular(home / "refs" / revision, _MAX_REFERENCE_BYTES).decode("ascii").strip()
         except (OSError, UnicodeDecodeError):
             return None
     return home / "snapshots" / commit if _COMMIT.fullmatch(commit) else None

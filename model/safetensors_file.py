@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from cupaged.errors import ModelFileError
 from cupaged.model.config_values import NOT_THERE, absence, quote, read_json
+from cupaged.model.regular_file import map_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -68,9 +68,7 @@ class SafetensorsFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._map: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            self._map = map_regular(self.path)
         except OSError as error:
             raise ModelFileError(f"{self.path}: cannot be read ({error.strerror or error})") from None
         header, start = self._header()

