@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cupaged.cli.errors import note
 from cupaged.errors import OptionError
+from cupaged.model.regular_file import read_bounded
+
+MAX_BYTES = 1 << 30  # of a prompts file or standard input: a device without an end must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Prompt:
 def collect(texts: Sequence[str], token_ids: Sequence[str], file: str | None, jsonl: bool = False) -> list[Prompt]:
     """All prompts: those given as text, then those given as ids, then those of the file.
 
-    A text `-` is the whole standard input, less one final line break. Raises OptionError naming option and line.
+    A text `-` is the whole standard input, less one final line break. Raises OptionError naming option and line;
+    also for a file or standard input of more than MAX_BYTES.
     """
     if texts.count("-") + (file == "-") > 1:
         raise OptionError("standard input (-) can be read only once")
@@ -63,7 +66,9 @@ def _from_file(name: str, as_objects: bool) -> list[Prompt]:
     else:
         label = name
         try:
-            data = Path(name).read_bytes()
+            # Not only a regular file: `--prompts-file <(program)` gives a pipe.
+            with open(name, "rb") as file:
+                data = read_bounded(file, MAX_BYTES, name)
         except (OSError, ValueError) as error:  # ValueError: no name that a file can have
             reason = getattr(error, "strerror", None) or error
             raise OptionError(f"--prompts-file: cannot read {name}: {reason}") from None
@@ -109,7 +114,10 @@ def _refuse_constant(name: str) -> None:
 def _standard_input() -> bytes:
     if sys.stdin is None:
         raise OptionError("standard input is closed")
-    return sys.stdin.buffer.read()
+    try:
+        return read_bounded(sys.stdin.buffer, MAX_BYTES, "standard input")
+    except OSError as error:
+        raise OptionError(f"standard input: cannot be read: {error.strerror or error}") from None
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -1,12 +1,15 @@
 """Where prompts come from, and what is refused."""
 
 import io
+import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from cupaged.cli import prompts
 from cupaged.cli.prompts import Prompt, collect
 from cupaged.errors import OptionError
 
@@ -18,11 +21,11 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_order_is_texts_ids_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("first\r\n\n  \nzweite Zeile\u2028mit Absatz\n".encode())
-    prompts = collect(["a", ""], ["1,2", "-1, 5279552648203111001"], str(file))
-    assert [prompt.content for prompt in prompts] == [
+    found = collect(["a", ""], ["1,2", "-1, 5279552648203111001"], str(file))
+    assert [prompt.content for prompt in found] == [
         "a", "", [1, 2], [-1, 5279552648203111001], "first", "zweite Zeile\u2028mit Absatz",
     ]  # fmt: skip
-    assert prompts[-1].where == f"{file}, line 4"
+    assert found[-1].where == f"{file}, line 4"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,30 @@ def test_a_bad_object_is_named_by_line(tmp_path: Path, line: str, message: str) 
     with pytest.raises(OptionError) as caught:
         collect([], [], str(file))
     assert message in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes in the file system")
+def test_a_prompts_file_may_be_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"one\ntwo\n",))
+    writer.start()
+    try:
+        found = collect([], [], str(tmp_path / "pipe"))
+    finally:
+        writer.join()
+    assert [prompt.content for prompt in found] == ["one", "two"]
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a device without an end")
+def test_prompts_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_BYTES", 3 << 20)
+    with pytest.raises(OptionError, match=r"^--prompts-file: cannot read /dev/zero: larger than 3145728 bytes$"):
+        collect([], [], "/dev/zero")
+    with open("/dev/zero", "rb") as zeros:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=zeros, isatty=lambda: False))
+        for texts, file in ((["-"], None), ([], "-")):
+            with pytest.raises(OptionError, match=r"^standard input: cannot be read: larger than 3145728 bytes$"):
+                collect(texts, [], file)
 
 
 def test_objects_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
