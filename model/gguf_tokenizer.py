@@ -24,7 +24,8 @@ from cupaged.model.sentencepiece import (
     USER_DEFINED,
     SentencePieceEncoder,
 )
-from cupaged.model.tokenizer import SpecialTokens, Tokenizer, backend_error, frame_with
+from cupaged.model.tokenizer import SpecialTokens, Tokenizer, backend_error
+from cupaged.model.tokenizer_frame import frame_with
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cupaged.errors import TokenizerError
+from cupaged.model.config_values import quote
 from cupaged.model.detokenizer import Detokenizer, compile_decoder
 from cupaged.model.regular_file import read_regular
+from cupaged.model.tokenizer_frame import check_frame, frame_from_config
 
 if TYPE_CHECKING:
     import tokenizers
@@ -195,16 +197,6 @@ def backend_error(source: str, error: BaseException) -> TokenizerError:
     return TokenizerError(f"{source}: {' '.join(str(error).split())}")
 
 
-def frame_with(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
-    """Make `add_special_tokens` put `bos` before and `eos` behind the text (None: nothing)."""
-    from tokenizers import processors
-
-    # Names of ours, not the tokens' texts: in the library's template language ":" and "$" have a meaning.
-    named = [(name, token_id) for name, token_id in (("BOS", bos), ("EOS", eos)) if token_id is not None]
-    template = ["BOS"] * (bos is not None) + ["$A"] + ["EOS"] * (eos is not None)
-    backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=named)
-
-
 def _tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     text = _read(file)
@@ -223,7 +215,9 @@ def _tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Tok
     config_file = folder / "tokenizer_config.json"
     config = _read_json(config_file) or {}
     # tokenizer_config.json says what special_tokens_map.json says, and wins where they differ.
-    texts = _special_texts({**(_read_json(folder / "special_tokens_map.json") or {}), **_without_nulls(config)})
+    texts = _special_texts(
+        {**(_read_json(folder / "special_tokens_map.json") or {}), **_without_nulls(config)}, str(folder)
+    )
     _add_tokens(backend, config, texts, str(config_file))
     ids = {name: backend.token_to_id(value) for name, value in texts.items() if isinstance(value, str)}
 
@@ -234,17 +228,24 @@ def _tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Tok
     named_eos = ids.get("eos_token")
     if named_eos is not None:
         eos |= {named_eos}
-    _frame_from_config(backend, config, ids, str(config_file))
+    frame_from_config(backend, config, ids, str(config_file))
+    check_frame(backend, str(file))
     special = SpecialTokens(texts, bos, eos)
-    return Tokenizer(backend, special, _chat_template(folder, config), str(file))
+    tokenizer = Tokenizer(backend, special, _chat_template(folder, config), str(file))
+    tokenizer.encode("")  # whatever else fails for every text had better fail now
+    return tokenizer
 
 
-def _special_texts(config: Mapping[str, Any]) -> dict[str, str | list[str]]:
+def _special_texts(config: Mapping[str, Any], source: str) -> dict[str, str | list[str]]:
     """Special tokens by name; each is written as a string or as an object with "content"."""
 
     def text_of(value: Any) -> str | None:
         content = value.get("content") if isinstance(value, Mapping) else value
-        return content if isinstance(content, str) else None
+        if not isinstance(content, str):
+            return None
+        if any("\ud800" <= char <= "\udfff" for char in content):  # JSON can write it, no vocabulary can hold it
+            raise TokenizerError(f"{source}: special token {quote(content)} holds half a surrogate pair, not text")
+        return content
 
     texts: dict[str, str | list[str]] = {}
     for name in SPECIAL_NAMES:
@@ -296,22 +297,6 @@ def _add_tokens(
             if text not in already and backend.token_to_id(text) is not None
         ]
     )
-
-
-def _frame_from_config(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], ids: Mapping[str, int | None], source: str
-) -> None:
-    """add_bos_token / add_eos_token, where stated, replace tokenizer.json's post-processor (as in Transformers 5)."""
-    stated = {name: config[name] for name in ("add_bos_token", "add_eos_token") if config.get(name) is not None}
-    for name, value in stated.items():
-        if not isinstance(value, bool):
-            raise TokenizerError(f"{source}: {name} is {value!r}, true or false is needed")
-    if stated:
-        frame_with(
-            backend,
-            ids.get("bos_token") if stated.get("add_bos_token") else None,
-            ids.get("eos_token") if stated.get("add_eos_token") else None,
-        )
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

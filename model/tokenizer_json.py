@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from cupaged.errors import TokenizerError
 from cupaged.model.config_values import quote
 from cupaged.model.sentencepiece import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
-from cupaged.model.tokenizer import Tokenizer, frame_with
+from cupaged.model.tokenizer import Tokenizer
+from cupaged.model.tokenizer_frame import frame_with
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

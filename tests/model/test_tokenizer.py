@@ -214,6 +214,12 @@ def test_chat_template_sources_in_their_order(tmp_path: Path) -> None:
     assert load(tmp_path).chat_template == "jinja"
 
 
+def test_line_ends_of_a_template_file_are_those_of_text(tmp_path: Path) -> None:
+    folder_with(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\r\nb\rc\n")
+    assert load(tmp_path).chat_template == "a\nb\nc\n"
+
+
 def test_templates_with_odd_names_are_passed_over(tmp_path: Path) -> None:
     odd = [{"name": {}, "template": "x"}, {"name": "default", "template": "y"}, 5]
     assert load(folder_with(tmp_path, tokenizer_config={"chat_template": odd})).chat_template == "y"
@@ -227,6 +233,81 @@ def test_a_tokenizer_that_loads_and_yet_does_not_fit_together_is_named_when_used
     assert loaded.encode("a") == [0]
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*<nowhere>"):
         loaded.encode("b")
+
+
+def piece(kind: str, name: str) -> dict[str, Any]:
+    return {kind: {"id": name, "type_id": 0}}
+
+
+TEXT, FRAME = piece("Sequence", "A"), piece("SpecialToken", "X")
+DECLARED = {"X": {"id": "X", "ids": [10], "tokens": ["<s>"]}}
+
+
+def template(single: list[Any], declared: dict[str, Any] = DECLARED) -> dict[str, Any]:
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": declared}
+
+
+def framed(path: Path, processor: dict[str, Any], **files: Any) -> Path:
+    folder_with(path, **files)
+    data = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    (path / "tokenizer.json").write_text(json.dumps({**data, "post_processor": processor}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "processor, reason",
+    [
+        (template([FRAME, TEXT], {}), "uses 'X', which is not among its special_tokens"),
+        (template([FRAME]), r"holds \[\]; it must hold the text, A, once"),
+        (template([FRAME, piece("Sequence", "B")]), r"holds \['B'\]"),
+        (template([TEXT, FRAME, TEXT]), r"holds \['A', 'A'\]"),
+        ({"type": "Sequence", "processors": [template([FRAME, TEXT], {})]}, "uses 'X'"),
+        ({"type": "Sequence", "processors": [template([FRAME, TEXT])] * 2}, "has 2 templates"),
+    ],
+    ids=["undeclared", "without_the_text", "second_text", "text_twice", "undeclared_within", "two"],
+)
+def test_a_frame_that_cannot_work_is_refused_at_load_and_not_by_a_panic(
+    processor: dict[str, Any], reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    framed(tmp_path, processor)
+    with pytest.raises(TokenizerError, match=reason) as caught:
+        load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: ")
+    assert capfd.readouterr().err == ""  # a panic prints its stack trace whoever catches it
+
+
+def test_sound_frames_are_left_alone_and_a_stated_one_mends_the_file(tmp_path: Path) -> None:
+    assert load(framed(tmp_path, template([FRAME, TEXT]))).encode("ab") == [10, 0, 1]
+    trim = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    assert load(framed(tmp_path, {"type": "Sequence", "processors": [trim, template([TEXT, FRAME])]})).encode("ab") == [
+        0, 1, 10,
+    ]  # fmt: skip
+    stated = {"add_bos_token": True, "bos_token": "<s>"}
+    assert load(framed(tmp_path, template([]), tokenizer_config=stated)).encode("ab") == [10, 0, 1]
+
+
+def test_text_that_a_vocabulary_cannot_hold_is_refused_with_the_files_name(tmp_path: Path) -> None:
+    tokenizer = Backend(models.Unigram([("a", -1.0)]))
+    loaded = load(folder_with(tmp_path, tokenizer))
+    assert loaded.encode("a") == [0]
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*unk_id"):
+        loaded.encode("hello")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bos_token": "\ud800"},
+        {"eos_token": {"content": "a\udfff"}},
+        {"additional_special_tokens": ["<s>", "\ud800"]},
+        {"extra_special_tokens": {"image": "\ud800"}},
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_a_special_token_that_is_no_text_is_refused(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"special token .*half a surrogate pair") as caught:
+        load(folder_with(tmp_path, **{name: config}))
+    assert str(caught.value).startswith(str(tmp_path))
 
 
 def test_a_folder_without_a_tokenizer_gives_none_but_one_of_another_kind_says_so(tmp_path: Path) -> None:
@@ -249,6 +330,7 @@ def test_a_folder_without_a_tokenizer_gives_none_but_one_of_another_kind_says_so
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"11": {}}}'),
         ("generation_config.json", b"nonsense"),
+        ("chat_template.jinja", b"\xff"),
     ],
 )
 def test_a_broken_file_is_named_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
