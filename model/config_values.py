@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ def quote(value: object, limit: int = 80) -> str:
     """`repr` of a value from a file, cut to `limit` characters, so that a message stays one short line."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def countable(shape: Sequence[int]) -> bool:
+    """Whether NumPy can hold a view of that shape, elements of up to eight bytes. It counts bytes in int64, and leaves
+    out sizes of 0, which would make any product small: [2**62, 2**62, 0] has no element, and no view."""
+    return math.prod(size for size in shape if size) < 2**60
 
 
 def absence(path: Path) -> str | None:

@@ -119,7 +119,8 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 def _write_json(path: Path, data: Json) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # A config may hold half a surrogate pair, which Python writes as JSON does: \ud800.
+    path.write_bytes((json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def _copy_files(checkpoint: Checkpoint, folder: Path, dtype: StorageType) -> None:

@@ -72,14 +72,20 @@ class Decoder:
         self._group = [config.group_of_layer(layer) for layer in range(config.num_layers)]
         self._index = [config.kv_groups[g].layers.index(layer) for layer, g in enumerate(self._group)]
 
-    def prepare(self, max_position: int) -> None:
-        """Extend the rotary tables to a position, doubling. Not part of `forward`, which may be captured."""
+    def prepare(self, max_position: int) -> bool:
+        """Extend the rotary tables to a position, doubling. Not part of `forward`, which may be captured.
+
+        True if a table was replaced: captures made before hold the old one.
+        """
+        replaced = False
         for index, group in enumerate(self.config.kv_groups):
             rows = self._rope[index].shape[0]
             while rows <= max_position:
                 rows *= 2
             if rows > self._rope[index].shape[0]:
                 self._rope[index] = self._upload(rope_rows(group.rope, 0, rows))
+                replaced = True
+        return replaced
 
     def forward(self, batch: ForwardBatch, caches: Sequence[KVView]) -> Array:
         """Logits [R, V] float32 of the tokens in `batch.logit_rows`, in a buffer that the next call overwrites.

@@ -8,6 +8,7 @@ of what the metadata mean.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ModelFileError
-from cupaged.model.config_values import quote
+from cupaged.model.config_values import countable, quote
 from cupaged.model.gguf_split import check_tensors, joined_metadata, part_paths
 from cupaged.model.regular_file import map_regular
 
@@ -114,9 +115,7 @@ class GGUFFile:
         """The stored bytes of a tensor, a read-only uint8 view [rows, row bytes] of the mapped file."""
         tensor = self.tensors[name]
         data = np.frombuffer(self._maps[name], np.uint8, tensor.nbytes, tensor.offset)
-        rows = 1
-        for size in tensor.shape[:-1]:
-            rows *= size
+        rows = math.prod(tensor.shape[:-1])
         return data.reshape(rows, tensor.nbytes // rows) if rows else data.reshape(0, 0)
 
 
@@ -265,11 +264,11 @@ class _Reader:
         columns = sizes[0] if sizes else 1
         if columns % block:
             raise self.fail(f"tensor {quote(name)} has rows of {columns} values, {dtype} needs a multiple of {block}")
-        nbytes = columns // block * block_bytes
-        for size in sizes[1:]:
-            nbytes *= size
+        nbytes = columns // block * block_bytes * math.prod(sizes[1:])
         if nbytes > self.size:
             raise self.fail(f"tensor {quote(name)} needs {nbytes} bytes, the file has {self.size}")
+        if not countable(sizes):
+            raise self.fail(f"tensor {quote(name)} has sizes {quote(sizes)}, which no index can count")
         return name, tuple(reversed(sizes)), dtype, offset, nbytes
 
     def place(self, infos: list[tuple[str, tuple[int, ...], str, int, int]], alignment: int) -> dict[str, GGUFTensor]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.errors import ModelFileError
-from cupaged.model.config_values import NOT_THERE, absence, quote, read_json
+from cupaged.errors import ModelFileError, UnsupportedModelError
+from cupaged.model.config_values import NOT_THERE, absence, countable, quote, read_json
 from cupaged.model.regular_file import map_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -156,17 +156,22 @@ class SafetensorsFile:
         begin, end = offsets
         if begin > end:
             raise self._fail(f"tensor {quote(name)} begins at {begin}, after its end {end}")
-        bits = _BITS[dtype]
-        for size in shape:
-            bits *= size
+        bits = _BITS[dtype] * math.prod(shape)
         if bits % 8 or bits // 8 != end - begin:
             raise self._fail(f"tensor {quote(name)} of {dtype} {quote(shape)} does not take {end - begin} bytes")
+        if not countable(shape):
+            raise self._fail(f"tensor {quote(name)} has shape {quote(shape)}, whose size no index can count")
+        # A row is what is read and widened at a time. The format itself asks for whole bytes of the tensor only.
+        if shape and _BITS[dtype] * shape[-1] % 8:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {quote(name)} of {dtype} {quote(shape)} has rows that end within a byte"
+            )
         return SafeTensor(name, tuple(shape), dtype, start + begin, end - begin)
 
 
 def _counts(value: Any) -> bool:
-    """A list of at most a few dozen non-negative 64-bit integers."""
-    return isinstance(value, list) and len(value) <= 64 and all(type(v) is int and 0 <= v < 1 << 64 for v in value)
+    """A list of non-negative 64-bit integers, no longer than NumPy 1 allows shapes to be."""
+    return isinstance(value, list) and len(value) <= 32 and all(type(v) is int and 0 <= v < 1 << 64 for v in value)
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsFile]:

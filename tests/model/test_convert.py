@@ -243,6 +243,14 @@ def test_M08_a_head_of_its_own_under_a_tied_config_is_kept_and_said(tmp_path: Pa
     assert open_checkpoint(tmp_path / "out").config.tied_head is False
 
 
+def test_half_a_surrogate_pair_in_a_config_is_written_as_it_was(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", llama_weights(), _name_or_path="a\ud800ü")
+    convert(source, tmp_path / "target")
+    raw = (tmp_path / "target" / "config.json").read_bytes()
+    assert json.loads(raw)["_name_or_path"] == "a\ud800ü"
+    assert "\\ud800ü".encode() in raw
+
+
 def test_the_tokenizer_of_a_hub_folder_is_copied_as_it_is(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", llama_weights())
     texts = {"tokenizer.json": "{ }", "chat_template.jinja": "{{ x }}", "generation_config.json": '{"a":1}'}

@@ -55,6 +55,8 @@ BAD = {
     "duplicate_key": (gguf([ARCHITECTURE, ARCHITECTURE], []), "twice"),
     "five_dimensions": (gguf([ARCHITECTURE], [info("t", [1, 1, 1, 1, 8])], DATA), "5 dimensions"),
     "dimension_product_2_64": (gguf([ARCHITECTURE], [info("t", [1 << 32, 1 << 32])], DATA), "needs"),
+    "empty_but_2_124_rows": (gguf([ARCHITECTURE], [info("t", [0, 1 << 62, 1 << 62])], DATA), "no index can count"),
+    "empty_but_2_126_wide": (gguf([ARCHITECTURE], [info("t", [1 << 63, 1 << 63, 0])], DATA), "no index can count"),
     "unknown_tensor_type": (gguf([ARCHITECTURE], [info("t", [8], 250)], DATA), "unknown type 250"),
     "offset_past_end": (gguf([ARCHITECTURE], [info("t", [8], offset=64)], DATA), "ends at byte"),
     "data_short": (gguf([ARCHITECTURE], [info("t", [8])], DATA[:-4]), "ends at byte"),

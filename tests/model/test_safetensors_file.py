@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import struct
@@ -69,6 +70,14 @@ BAD = {
     ),
     "deep_json": (whole(b"[" * 100_000, ZERO16), "not JSON"),
     "half_a_byte": (whole({"w": entry(dtype="F4", shape=(3,), offsets=(0, 1))}, b"\0"), "does not take"),
+    "empty_but_2_124_rows": (whole({"w": entry(shape=(1 << 62, 1 << 62, 0), offsets=(0, 0))}), "no index can count"),
+    "empty_but_2_126_wide": (whole({"w": entry(shape=(0, 1 << 63, 1 << 63), offsets=(0, 0))}), "no index can count"),
+    "many_dimensions": (whole({"w": entry(shape=(1,) * 31 + (2, 2))}, ZERO16), "shape"),
+    "f4_column": (whole({"w": entry("F4", (4, 1), (0, 2))}, bytes(2)), r"F4 \[4, 1\] has rows that end within a byte"),
+    "f4_odd_rows": (whole({"w": entry("F4", (2, 3), (0, 3))}, bytes(3)), "within a byte"),
+    "f4_deep": (whole({"w": entry("F4", (3, 2, 1), (0, 3))}, bytes(3)), "within a byte"),
+    "f6_column": (whole({"w": entry("F6_E2M3", (8, 1), (0, 6))}, bytes(6)), "within a byte"),
+    "f6_rows": (whole({"w": entry("F6_E3M2", (2, 2), (0, 3))}, bytes(3)), "within a byte"),
     "metadata_of_numbers": (whole({"__metadata__": {"a": 1}, "w": entry()}, ZERO16), "__metadata__"),
 }  # fmt: skip
 
@@ -91,8 +100,10 @@ def test_L01_damaged_safetensors_is_refused_fast_with_file_and_reason(tmp_path: 
     [
         (whole({"w": entry(shape=(2, 0), offsets=(0, 0))}), (2, 0)),
         (whole(json.dumps({"w": entry()}).encode() + b"     ", ZERO16), (2, 2)),
+        (whole({"w": entry(shape=(0, 1 << 59), offsets=(0, 0))}), (0, 1 << 59)),
+        (whole({"w": entry(shape=(1 << 59, 0), offsets=(0, 0))}), (1 << 59, 0)),
     ],
-    ids=["zero_sized", "space_padded"],
+    ids=["zero_sized", "space_padded", "no_rows", "no_columns"],
 )
 def test_L01_sound_safetensors_loads(tmp_path: Path, raw: bytes, shape: tuple[int, ...]) -> None:
     path = tmp_path / "good.safetensors"
@@ -104,6 +115,31 @@ def test_L01_sound_safetensors_loads(tmp_path: Path, raw: bytes, shape: tuple[in
 
 
 SOUND = safetensors({"a": ("F32", (2, 3), bytes(24)), "b": ("BF16", (5,), bytes(10))})
+
+
+SIZES = st.one_of(st.integers(0, 5), st.sampled_from([1 << 30, 1 << 31, 1 << 60, 1 << 62, (1 << 64) - 1]))
+
+
+@given(
+    dtype=st.sampled_from(["F4", "F6_E2M3", "F8_E4M3", "BF16", "F32"]),
+    shape=st.lists(SIZES, max_size=4),
+    rest=st.integers(0, 1),
+)
+def test_every_header_that_is_taken_gives_rows(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str, shape: list[int], rest: int
+) -> None:
+    bits = {"F4": 4, "F6_E2M3": 6, "F8_E4M3": 8, "BF16": 16, "F32": 32}[dtype] * math.prod(shape)
+    nbytes = min(bits // 8 + rest, 5000)
+    path = tmp_path_factory.mktemp("any") / "any.safetensors"
+    path.write_bytes(whole({"w": entry(dtype, tuple(shape), (0, nbytes))}, bytes(nbytes)))
+    try:
+        file = SafetensorsFile(path)
+    except ModelFileError as error:
+        assert str(path) in str(error)
+    else:
+        assert file.raw("w").size == nbytes
+        if dtype in ("BF16", "F32"):
+            assert file.array("w").shape == tuple(shape)
 
 
 @given(cut=st.integers(0, len(SOUND) - 1), at=st.integers(0, 10_000), bits=st.integers(0, 255))
