@@ -20,6 +20,14 @@ _MAX_INTEGER = 2**31 - 1
 _MAX_JSON_BYTES = 64 << 20  # config files are kilobytes; a tokenizer's own file is not read through here
 
 
+# Bounds of numbers that arithmetic in float32 depends on. Those with a meaning are far beyond any model's, and so near
+# that a value within them can neither vanish nor overflow on its way through the kernels.
+Range = tuple[float, float]
+FLOAT32: Range = (2.0**-126, (2 - 2.0**-23) * 2.0**127)  # what float32 holds in full precision, above 0
+NORM_EPS: Range = (1e-30, 1.0)
+ROPE_THETA: Range = (1.0, 1e18)
+ROPE_FACTOR: Range = (1e-6, 1e6)  # what frequencies are divided by, and llama3's bounds between them
+
 NOT_THERE = "no such file or folder"
 
 
@@ -110,21 +118,21 @@ class Values:
             raise self.wrong(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero; without a default the key is required."""
-        value = self.optional_number(key)
+    def number(self, key: str, default: float | None = None, within: Range = FLOAT32) -> float:
+        """A number in the range, bounds included; without a default the key is required."""
+        value = self.optional_number(key, within)
         if value is None:
             value = default
         if value is None:
             raise self.missing(key)
         return value
 
-    def optional_number(self, key: str) -> float | None:
+    def optional_number(self, key: str, within: Range = FLOAT32) -> float | None:
         value = self.get(key)
         if value is None:
             return None
-        if type(value) not in (int, float) or not 0 < value <= 1e300:
-            raise self.wrong(key, "a finite number above 0")
+        if type(value) not in (int, float) or not within[0] <= value <= within[1]:
+            raise self.wrong(key, f"a number from {within[0]:g} to {within[1]:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

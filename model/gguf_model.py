@@ -15,7 +15,7 @@ import numpy as np
 from cupaged.errors import ModelFileError, UnsupportedModelError
 from cupaged.kernels.interface import WeightSource
 from cupaged.model.config import ModelConfig, RopeConfig
-from cupaged.model.config_values import Values, quote
+from cupaged.model.config_values import NORM_EPS, ROPE_FACTOR, ROPE_THETA, Values, quote
 from cupaged.model.families import GGUF_FAMILIES, GGUF_NAMES, Family, check_heads, head_dim_from, kv_groups
 from cupaged.model.gguf_file import GGUFFile
 from cupaged.model.quants import dequantise
@@ -87,7 +87,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=_uniform(values, "feed_forward_length", layers),
         max_position=values.integer("context_length"),
-        norm_eps=_shortest(values.number("attention.layer_norm_rms_epsilon")),
+        norm_eps=_shortest(values.number("attention.layer_norm_rms_epsilon", within=NORM_EPS)),
         kv_groups=kv_groups([_window(values, family)] * layers, _rope(file, values, head_dim)),
         qkv_bias=_has(file, "q.bias") if family.attention_bias == "key" else family.attention_bias == "qkv",
         output_bias=_has(file, "o.bias"),
@@ -157,14 +157,14 @@ def _window(values: Values, family: Family) -> int | None:
 
 
 def _rope(file: GGUFFile, values: Values, head_dim: int) -> RopeConfig:
-    theta = values.number("rope.freq_base", _DEFAULT_THETA)
+    theta = values.number("rope.freq_base", _DEFAULT_THETA, ROPE_THETA)
     rotary = values.integer("rope.dimension_count", head_dim)
     if rotary != head_dim:
         raise UnsupportedModelError(f"{values.where}: rope.dimension_count {rotary} is not the head size {head_dim}")
     kind = values.text("rope.scaling.type")
     # The factor of a file from before scaling types, which knew linear scaling only.
-    old_factor = values.optional_number("rope.scale_linear")
-    factor = values.optional_number("rope.scaling.factor")
+    old_factor = values.optional_number("rope.scale_linear", ROPE_FACTOR)
+    factor = values.optional_number("rope.scaling.factor", ROPE_FACTOR)
     if kind not in (None, "none", "linear"):
         raise UnsupportedModelError(
             f"{values.where}: rope.scaling.type {quote(kind)} is not supported; supported: none, linear"
@@ -189,8 +189,9 @@ def _divisors(file: GGUFFile, rotary_dim: int) -> tuple[float, ...]:
     if tensor.dtype != "F32" or tensor.shape != (rotary_dim // 2,):
         raise ModelFileError(f"{where} is {tensor.dtype} {list(tensor.shape)}; expected F32 [{rotary_dim // 2}]")
     factors = dequantise("F32", file.raw(_ROPE_DIVISORS))[0]
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelFileError(f"{where} holds a value that is not finite and above 0")
+    low, high = ROPE_FACTOR
+    if not ((factors >= low) & (factors <= high)).all():  # false for NaN, too
+        raise ModelFileError(f"{where} holds a value that is not from {low:g} to {high:g}")
     return () if (factors == 1).all() else tuple(factors.tolist())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cupaged.errors import ModelFileError, UnsupportedModelError
 from cupaged.model.config import ModelConfig, RopeConfig
-from cupaged.model.config_values import Values, quote
+from cupaged.model.config_values import NORM_EPS, ROPE_FACTOR, ROPE_THETA, Values, quote
 from cupaged.model.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -106,7 +106,7 @@ def hub_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None, 
         head_dim=head_dim,
         intermediate_size=values.integer("intermediate_size"),
         max_position=values.integer("max_position_embeddings", family.default_max_position),
-        norm_eps=values.number("rms_norm_eps", 1e-6),
+        norm_eps=values.number("rms_norm_eps", 1e-6, NORM_EPS),
         kv_groups=kv_groups(_windows(values, family, layers), rope),
         activation=_activation(values),
         qkv_bias=qkv_bias,
@@ -239,11 +239,12 @@ def _rope(values: Values, head_dim: int) -> RopeConfig:
     sections = [name for name in ("rope_parameters", "rope_scaling") if values.table(name) is not None]
     for name in sections:
         for key, value in values.data[name].items():
-            if value is not None and table.setdefault(key, value) != value:
+            first = value if value is None else table.setdefault(key, value)
+            if first is not value and first != value:  # by identity first: NaN is refused later, as what it is
                 raise ModelFileError(f"{values.where}: rope_parameters and rope_scaling disagree on {quote(key)}")
     rope = Values(table, f"{values.where}: {sections[0] if sections else 'rope_parameters'}")
-    theta = rope.optional_number("rope_theta")
-    outer = values.optional_number("rope_theta")
+    theta = rope.optional_number("rope_theta", ROPE_THETA)
+    outer = values.optional_number("rope_theta", ROPE_THETA)
     if theta is not None and outer is not None and theta != outer:
         raise ModelFileError(f"{values.where}: rope_theta is {outer} at the top level and {theta} in {sections[0]}")
     theta = theta or outer or _DEFAULT_THETA
@@ -264,13 +265,15 @@ def _rope(values: Values, head_dim: int) -> RopeConfig:
         if key not in _ROPE_COMMON and key not in _ROPE_KEYS[kind]:
             raise UnsupportedModelError(f"{rope.where}: {quote(key)} is not supported with rope_type {kind}")
     if kind == "linear":
-        return RopeConfig(theta, head_dim, "linear", factor=rope.number("factor"))
+        return RopeConfig(theta, head_dim, "linear", factor=rope.number("factor", within=ROPE_FACTOR))
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        factor, low, high = (
+            rope.number(key, within=ROPE_FACTOR) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        )
         if low >= high:
             raise ModelFileError(f"{rope.where}: low_freq_factor {low} must be below high_freq_factor {high}")
         original = rope.integer("original_max_position_embeddings")
-        return RopeConfig(theta, head_dim, "llama3", rope.number("factor"), low, high, original)
+        return RopeConfig(theta, head_dim, "llama3", factor, low, high, original)
     return RopeConfig(theta, head_dim)
 
 

@@ -120,7 +120,7 @@ def test_M01_gguf_frequency_divisors_are_used(tmp_path: Path) -> None:
     rope = open_checkpoint(path).config.kv_groups[0].rope
     assert (rope.scaling, rope.divisors) == ("divisors", (1.0, 8.0))
     np.testing.assert_allclose(inverse_frequencies(rope), [1.0, 1e-2 / 8], rtol=1e-15)
-    for wrong in (np.zeros(2), np.array([1.0, np.nan]), np.ones(3)):
+    for wrong in (np.zeros(2), np.array([1.0, np.nan]), np.ones(3), np.array([1e-45, 1]), np.array([1, 1e38])):
         raw = wrong.astype(np.float32)
         path.write_bytes(gguf_model(metadata, {**tensors, "rope_freqs.weight": (T_F32, raw.shape, raw.tobytes())}))
         assert "rope_freqs.weight" in refused(path)

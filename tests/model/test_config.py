@@ -6,12 +6,14 @@ import json
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 from model_files import GOLDEN, LLAMA_CONFIG
 
 from cupaged.errors import ModelFileError, UnsupportedModelError
 from cupaged.model.config import ModelConfig, RopeConfig
 from cupaged.model.hub_model import hub_config
+from cupaged.model.rope import rope_rows
 
 QWEN2 = {**LLAMA_CONFIG, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**LLAMA_CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
@@ -86,7 +88,7 @@ def test_absent_rope_settings_are_the_default() -> None:
         ({"rope_scaling": {"factor": 2.0}}, ModelFileError, "rope_type is missing"),
         ({"rope_scaling": {"type": "linear"}}, ModelFileError, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, ModelFileError, "factor is '2'"),
-        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, ModelFileError, "finite"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, ModelFileError, "must be a number from 1e-06"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, UnsupportedModelError, "mrope"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ModelFileError, "low_freq_factor is missing"),
         (
@@ -276,7 +278,14 @@ def test_unknown_keys_are_named_in_a_warning_and_harmless_ones_are_not() -> None
         ("rms_norm_eps", float("inf")),
         ("rms_norm_eps", -1e-5),
         ("rms_norm_eps", True),
+        ("rms_norm_eps", 1e39),
+        ("rms_norm_eps", 3.5e38),
+        ("rms_norm_eps", 1.01),
+        ("rms_norm_eps", 1e-31),
+        ("rms_norm_eps", 10**400),
         ("rope_theta", 0),
+        ("rope_theta", 0.5),
+        ("rope_theta", 1e39),
         ("tie_word_embeddings", "false"),
         ("model_type", 5),
         ("architectures", "LlamaForCausalLM"),
@@ -285,6 +294,32 @@ def test_unknown_keys_are_named_in_a_warning_and_harmless_ones_are_not() -> None
 def test_impossible_values_are_refused_with_file_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ModelFileError, match=rf"folder/config\.json: {key} is .*it must be"):
         read(**{key: value})
+
+
+@pytest.mark.parametrize("value", [1e39, 1e-39, 1e7, 1e-7, 0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_rope_numbers_that_would_overflow_or_vanish_are_refused(key: str, value: float) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {**llama3, "original_max_position_embeddings": 64, key: value}
+    with pytest.raises(ModelFileError, match=rf"rope_scaling: {key} is .*it must be a number from 1e-06 to 1e\+06"):
+        read(rope_scaling=scaling)
+    if key == "factor":
+        with pytest.raises(ModelFileError, match=r"factor is .*it must be a number from 1e-06"):
+            read(rope_scaling={"type": "linear", key: value})
+
+
+@pytest.mark.parametrize("theta", [1.0, 1e18])
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_every_rope_within_the_bounds_has_finite_tables(theta: float, factor: float) -> None:
+    last = 2**31 - 1
+    llama3 = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1e-6, "high_freq_factor": 1e6}
+    for scaling in ({"type": "linear", "factor": factor}, {**llama3, "original_max_position_embeddings": last}):
+        rows = rope_rows(rope(read(rope_theta=theta, rope_scaling=scaling)), last - 2, last)
+        assert np.allclose(rows[:, :2] ** 2 + rows[:, 2:] ** 2, 1, atol=1e-6)
+
+
+def test_the_bounds_of_eps_themselves_are_taken() -> None:
+    assert [read(rms_norm_eps=eps).norm_eps for eps in (1, 1e-30)] == [1.0, 1e-30]
 
 
 def test_missing_sizes_are_refused_by_name() -> None:

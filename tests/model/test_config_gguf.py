@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import ARRAY, BOOL, F32, LLAMA_CONFIG, STRING, U32, gguf_model, llama_gguf, llama_weights
+from model_files import ARRAY, BOOL, F32, F64, LLAMA_CONFIG, STRING, U32, gguf_model, llama_gguf, llama_weights
 
 from cupaged.errors import ModelFileError, UnsupportedModelError
 from cupaged.model.config import ModelConfig, RopeConfig
@@ -88,6 +88,16 @@ def test_gguf_linear_scaling(tmp_path: Path) -> None:
         ({"expert_count": (U32, 8)}, "expert_count 8 is not supported"),
         ({"attention__scale": (F32, 0.5)}, "attention.scale 0.5"),
         ({"attention__causal": (BOOL, 0)}, "attention.causal False"),
+        (
+            {"attention__layer_norm_rms_epsilon": (F64, 1e300)},
+            r"epsilon is 1e\+300; it must be a number from 1e-30 to 1$",
+        ),
+        ({"attention__layer_norm_rms_epsilon": (F64, 1e-300)}, "epsilon is 1e-300; it must be"),
+        ({"attention__layer_norm_rms_epsilon": (F32, 3e38)}, "it must be a number from 1e-30 to 1$"),
+        ({"rope__freq_base": (F32, float("inf"))}, r"rope.freq_base is inf; it must be a number from 1 to 1e\+18"),
+        ({"rope__freq_base": (F64, 1e300)}, r"rope.freq_base is 1e\+300"),
+        ({"rope__scaling__factor": (F32, 1e-38)}, "rope.scaling.factor is .*it must be a number from 1e-06"),
+        ({"rope__scale_linear": (F32, 1e38)}, "rope.scale_linear is .*it must be a number from 1e-06"),
         ({"block_count": ...}, "block_count is missing"),
         ({"context_length": (STRING, "64")}, "context_length is '64'"),
         ({"context_length": (BOOL, 1)}, "context_length is True"),
