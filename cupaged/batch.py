@@ -16,9 +16,20 @@ from cupaged.model.decoder import ForwardBatch
 from cupaged.scheduler import Chunk
 
 
+class StepInputs:
+    """Device buffers that a step's metadata go to: always the same ones, so that captured steps find them again."""
+
+    def __init__(self, device: Device, groups: int, max_tokens: int, max_rows: int) -> None:
+        self.token_ids = device.empty((max_tokens,), np.int32)
+        self.positions = device.empty((max_tokens,), np.int32)
+        self.slots = [device.empty((max_tokens,), np.int64) for _ in range(groups)]
+        self.logit_rows = device.empty((max_rows,), np.int32)
+
+
 def build_batch(
-    chunks: Sequence[Chunk], manager: BlockManager, caches: Sequence[PagedKVCache], config: ModelConfig, device: Device
-) -> ForwardBatch:
+    chunks: Sequence[Chunk], manager: BlockManager, caches: Sequence[PagedKVCache], config: ModelConfig,
+    device: Device, inputs: StepInputs,
+) -> ForwardBatch:  # fmt: skip
     """Token ids, positions, slots and attention plans of the chunks, in order; slots must have been prepared."""
     counts = [chunk.count for chunk in chunks]
     starts = [0, *accumulate(counts)]
@@ -34,16 +45,16 @@ def build_batch(
         for chunk in chunks:
             assert chunk.sequence.tables is not None  # scheduled sequences have tables
             rows += manager.slots(chunk.sequence.tables, index, chunk.start, chunk.start + chunk.count)
-        slots.append(device.upload(np.array(rows, np.int64)))
+        slots.append(device.upload(np.array(rows, np.int64), inputs.slots[index][: len(rows)]))
         tables = table_rows(chunks, index)
         plans.append(device.ops.plan_attention(cache.view, tables, starts, contexts, config.num_heads, group.window))
     wanted = [row for chunk, stop in zip(chunks, starts[1:], strict=True) for row in range(stop - chunk.rows, stop)]
     return ForwardBatch(
-        token_ids=device.upload(ids),
-        positions=device.upload(positions),
+        token_ids=device.upload(ids, inputs.token_ids[: len(ids)]),
+        positions=device.upload(positions, inputs.positions[: len(ids)]),
         slots=slots,
         plans=plans,
-        logit_rows=device.upload(np.array(wanted, np.int32)),
+        logit_rows=device.upload(np.array(wanted, np.int32), inputs.logit_rows[: len(wanted)]),
         max_position=max(contexts) - 1,
     )
 

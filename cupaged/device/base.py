@@ -8,12 +8,12 @@ simply done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from cupaged.kernels.interface import Array, Operations
+from cupaged.kernels.interface import Array, AttentionPlan, Operations
 
 StreamName = Literal["compute", "to_host", "to_device"]
 
@@ -38,7 +38,9 @@ class Event(Protocol):
 class Capture(Protocol):
     """Operations recorded on preallocated buffers. `replay` runs them on whatever those buffers hold now."""
 
-    def replay(self) -> None: ...
+    def replay(self, plans: Sequence[AttentionPlan] | None = None) -> None:
+        """Run the operations. `plans`: attention plans of as many tokens in place of the capture's, in order."""
+        ...
 
 
 class Device(ABC):
@@ -77,8 +79,11 @@ class Device(ABC):
         """Block until all streams are idle."""
 
     @abstractmethod
-    def capture(self) -> AbstractContextManager[Capture]:
-        """``with device.capture() as step: ops...`` records the operations instead of running them."""
+    def capture(self, plans: Sequence[AttentionPlan] = ()) -> AbstractContextManager[Capture]:
+        """``with device.capture() as step: ops...`` records the operations instead of running them.
+
+        `plans`: the attention plans that the operations will use, if later replays shall use others.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...

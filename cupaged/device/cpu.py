@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from cupaged.errors import OptionError
 from cupaged.kernels.cpu.executor import Records, Team
 from cupaged.kernels.cpu.library import load_library
 from cupaged.kernels.cpu.operations import CpuOperations, aligned
-from cupaged.kernels.interface import Array, Operations
+from cupaged.kernels.interface import Array, AttentionPlan, Operations
 
 MAX_THREADS = 256
-_SLICE = 24  # records a native call: a signal (Ctrl-C) is seen between calls
 
 
 class _Done:
@@ -33,14 +32,18 @@ class _Done:
 
 
 class CpuCapture:
-    """A recorded operation list; `replay` runs it in a few native calls, with nothing of Python in between."""
+    """A recorded operation list; `replay` runs it in one native call, with nothing of Python in between."""
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, ops: CpuOperations, plans: Sequence[AttentionPlan]) -> None:
         self.records = Records()
+        self._ops = ops
+        self._plans = list(plans)
 
-    def replay(self) -> None:
-        self.team.run_records(self.records, _SLICE)
+    def replay(self, plans: Sequence[AttentionPlan] | None = None) -> None:
+        if plans is not None:
+            self._ops.rebind(self.records, self._plans, plans)
+            self._plans = list(plans)
+        self._ops.team.run_records(self.records)
 
 
 class CpuDevice(Device):
@@ -84,8 +87,8 @@ class CpuDevice(Device):
         return None
 
     @contextmanager
-    def capture(self) -> Iterator[CpuCapture]:
-        captured = CpuCapture(self.team)
+    def capture(self, plans: Sequence[AttentionPlan] = ()) -> Iterator[CpuCapture]:
+        captured = CpuCapture(self._ops, plans)
         self.team.begin_capture()
         try:
             yield captured

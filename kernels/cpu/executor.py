@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,18 @@ _SPINS = 2000  # pauses before a waiting thread sleeps: about 50-100 microsecond
 _packers = {n: struct.Struct(f"<{n + 2}q") for n in range(RECORD_WORDS - 1)}
 
 
+@dataclass(slots=True)
+class AttentionCall:
+    """Where an attention call stands in a captured list: the indices of its two records, and what they were made of."""
+
+    parts: int
+    merge: int
+    plan: Any
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 class Records:
     """Operation records in a growing int64 array."""
 
@@ -32,6 +45,7 @@ class Records:
         self.array = np.zeros((capacity, RECORD_WORDS), np.int64)
         self.count = 0
         self.keep: list[Any] = []  # what the addresses in the records point into
+        self.attention: list[AttentionCall] = []
 
     @property
     def address(self) -> int:
@@ -79,14 +93,19 @@ class Team:
         self._stop = weakref.finalize(self, _stop_workers, self.library, self._control, self._address, self._pid)
         self._stop.atexit = False  # threads end with the process; another one may be in the middle of a submission
 
-    def _submit(self, records: Records, start: int, stop: int) -> None:
+    def _submit(self, records: Records) -> None:
         if self._closed:
             raise DeviceError("the CPU device was closed")
         if self._pid != os.getpid():
             self._start()
-        self._control[3 * _LINE_WORDS] = records.address + start * RECORD_WORDS * 8
-        self._control[4 * _LINE_WORDS] = stop - start
+        self._control[3 * _LINE_WORDS] = records.address
+        self._control[4 * _LINE_WORDS] = records.count
         self.library.call("team_submit", self._address)
+
+    @property
+    def capturing(self) -> Records | None:
+        """The list being recorded, if a capture is running."""
+        return self._capture
 
     def launch(self, kernel: str, chunks: int, *arguments: int, keep: Any = None) -> None:
         """Run `chunks` chunks of a kernel, or record the operation while capturing. No chunks: nothing to do.
@@ -104,7 +123,7 @@ class Team:
                 return
             self._one.count = 0
             self._one.append(address, chunks, arguments)
-            self._submit(self._one, 0, 1)
+            self._submit(self._one)
 
     def hold(self, owner: Any) -> None:
         """Keep `owner` alive for as long as the capture that is running, if one is."""
@@ -125,11 +144,11 @@ class Team:
             raise DeviceError("no capture is running on this device")
         return records
 
-    def run_records(self, records: Records, slice_length: int) -> None:
-        """Run a captured list in native calls of `slice_length` operations: Python sees signals in between."""
+    def run_records(self, records: Records) -> None:
+        """Run a captured list in one native call."""
         with self._lock:
-            for start in range(0, records.count, slice_length):
-                self._submit(records, start, min(start + slice_length, records.count))
+            if records.count:
+                self._submit(records)
 
     def close(self) -> None:
         """Stop the helper threads. Launches afterwards raise DeviceError."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.arguments import check_attention
-from cupaged.kernels.cpu.executor import Records, Team
+from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, make_plan, max_rows, scratch_floats, state_floats
 from cupaged.kernels.interface import (
     STORAGE_BYTES,
@@ -35,8 +35,14 @@ PANEL = 64
 _MATMUL_SCRATCH = 240 * PANEL * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
 _SAMPLE_BUCKETS = 2048
 _ROWS_A_CHUNK = 240
+# Words of an attention record that depend on the plan: two before the arguments, then `attention.FIELDS` in order.
+_ITEMS = 2 + 0
+_STATES = 2 + 6
+_TABLES = 2 + 9
+_TABLE_STRIDE = 2 + 10
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+GREEDY_BELOW = 1e-5  # sampling.GREEDY_BELOW
 _LOG2E = 1.4426950408889634
 
 
@@ -240,7 +246,7 @@ class CpuOperations:
             return
         (query_at, query_stride), (out_at, out_stride) = _rows("query", query), _rows("out", out)
         group, rows = heads // cache.num_kv_heads, max_rows(heads // cache.num_kv_heads)
-        states = self._scratch_address("states", plan.num_states * heads * state_floats(dim) * 4)
+        states = self._states(plan, heads, dim)
         scratch_bytes = scratch_floats(dim, rows) * 4
         scratch = self._scratch_address("attention", scratch_bytes * self.team.threads)
         pools = [0 if p is None else address(p) for p in cache.pools] + [0] * (4 - len(cache.pools))
@@ -248,16 +254,46 @@ class CpuOperations:
         factor = scale if soft_cap else scale * _LOG2E
         self.team.launch(
             f"attention_parts_{cache.dtype}", len(plan.items) * cache.num_kv_heads,
-            address(plan.items), cache.num_kv_heads, query_at, query_stride, group, dim, states, scratch, scratch_bytes,
-            address(plan.tables), plan.tables.shape[1] * 4, *pools, cache.block_size, cache.block_stride,
+            plan.addresses[0], cache.num_kv_heads, query_at, query_stride, group, dim, states, scratch, scratch_bytes,
+            plan.addresses[1], plan.tables.shape[1] * 4, *pools, cache.block_size, cache.block_stride,
             layer * cache.layer_stride, cache.kv_stride, cache.head_stride, float_bits(factor),
             float_bits(soft_cap) if soft_cap else 0, *_k_strides(cache), plan.window, rows, keep=plan,
         )  # fmt: skip
+        captured = self.team.capturing
+        if captured is not None:
+            at = captured.count - 1
+            captured.attention.append(AttentionCall(at, at + 1, plan, heads, cache.num_kv_heads, dim))
         self.team.launch(
             "attention_merge", plan.num_tokens,
-            states, address(plan.state_starts), address(plan.state_counts), heads, dim, out_at, out_stride,
+            states, plan.addresses[2], plan.addresses[3], heads, dim, out_at, out_stride,
             0 if sinks is None else _contiguous("sinks", sinks),
         )  # fmt: skip
+
+    def _states(self, plan: CpuAttentionPlan, heads: int, head_dim: int) -> int:
+        return self._scratch_address("states", plan.num_states * heads * state_floats(head_dim) * 4)
+
+    def rebind(self, records: Records, old: Sequence[AttentionPlan], new: Sequence[AttentionPlan]) -> None:
+        """Put other attention plans, of as many tokens, into a captured list: the only thing in it that a step changes.
+
+        `old`: the plans it was captured with, or those of the last call; `new` takes their places in order.
+        """
+        words = records.array
+        for call in records.attention:
+            index = next(i for i, plan in enumerate(old) if plan is call.plan)
+            plan = new[index]
+            if (
+                not isinstance(plan, CpuAttentionPlan)
+                or plan.num_tokens != old[index].num_tokens
+                or not len(plan.items)
+            ):
+                raise KernelError("plans: not made for the number of tokens that was captured")
+            states = self._states(plan, call.heads, call.head_dim)
+            parts, merge = words[call.parts], words[call.merge]
+            parts[1] = len(plan.items) * call.kv_heads
+            parts[_ITEMS], parts[_STATES] = plan.addresses[0], states
+            parts[_TABLES], parts[_TABLE_STRIDE] = plan.addresses[1], plan.tables.shape[1] * 4
+            merge[2], merge[3], merge[4] = states, plan.addresses[2], plan.addresses[3]
+            call.plan = plan
 
     # -- sampling
 
@@ -270,7 +306,11 @@ class CpuOperations:
         columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
         for i, column in enumerate(columns):
             settings[:, i] = column
-        settings[:, 4] = uniform_rows(rows.seed, rows.sample, rows.position)
+        settings[:, 4] = 0.0  # greedy rows draw no number
+        drawing = [i for i in range(count) if rows.temperature[i] >= GREEDY_BELOW]
+        if drawing:
+            keys = ([column[i] for i in drawing] for column in (rows.seed, rows.sample, rows.position))
+            settings[drawing, 4] = uniform_rows(*keys)
         out = np.empty(count, np.int64)
         scratch_bytes = (size + _SAMPLE_BUCKETS) * 8
         scratch = self._scratch_address("sample", scratch_bytes * self.team.threads)

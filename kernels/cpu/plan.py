@@ -50,6 +50,7 @@ class CpuAttentionPlan:
     state_counts: Array
     num_states: int
     window: int
+    addresses: tuple[int, int, int, int]  # of items, tables, state_starts, state_counts
 
 
 def make_plan(
@@ -81,4 +82,6 @@ def make_plan(
     if rows:
         items[:, :5] = rows
         items[:, 5] = starts.__array_interface__["data"][0] + items[:, 0] * 8
-    return CpuAttentionPlan(num_tokens, items, tables, starts, counts, int(counts.sum()), reach)
+    arrays = (items, tables, starts, counts)
+    addresses = tuple(int(array.__array_interface__["data"][0]) for array in arrays)
+    return CpuAttentionPlan(num_tokens, *arrays, int(counts.sum()), reach, addresses)  # type: ignore[arg-type]
