@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import DATA, Bare, expected
+from engine_support import greedy, prompt, tiny
 
 from cupaged.cache import PagedKVCache
 from cupaged.device import get_device, make_device
 from cupaged.device.cpu import CpuDevice, host_memory, usable_processors
 from cupaged.errors import DeviceError, KernelError, OptionError
 from cupaged.kernels.cpu import library
+from cupaged.kernels.cpu.executor import Pace
 from cupaged.kernels.cpu.plan import make_plan, max_rows
 from cupaged.kernels.interface import PART
 
@@ -303,3 +305,37 @@ def test_constants_written_down_twice_agree() -> None:
         *((interface[name], blockref[name]) for name in ("FORMAT_SHIFT", "NO_BLOCK")),
     ]
     assert all(one == other for one, other in pairs), pairs
+
+
+# -- how many threads a repeated list is run on
+
+
+def paces(team: float, alone: float, runs: int, pace: Pace | None = None) -> tuple[Pace, list[bool]]:
+    """So many runs that take so long each way: which were alone."""
+    pace = pace or Pace()
+    chosen = []
+    for _ in range(runs):
+        way = pace.alone()
+        chosen.append(way)
+        pace.note(way, alone if way else team)
+    return pace, chosen
+
+
+def test_the_faster_way_is_taken_and_the_other_tried_now_and_then() -> None:
+    pace, quiet = paces(team=1.0, alone=1.8, runs=320)
+    assert quiet[:3] == [False, False, True] and sum(quiet) <= 12
+    _, busy = paces(team=3.0, alone=1.8, runs=320, pace=pace)  # the machine got busy
+    assert sum(busy[64:]) >= 240
+    _, again = paces(team=1.0, alone=1.8, runs=640, pace=pace)  # and quiet again
+    assert sum(again[-160:]) <= 10
+
+
+def test_a_list_run_alone_gives_the_same_bits() -> None:
+    with tiny(threads=3) as llm:
+        ids = prompt(70)
+        expected = llm.generate([ids], greedy(40, logprobs=5))[0]
+        team = llm.engine.device.team
+        submit = team._submit
+        team._submit = lambda records, alone=False: submit(records, True)
+        got = llm.generate([ids], greedy(40, logprobs=5))[0]
+        assert got.outputs[0].logprobs == expected.outputs[0].logprobs and got.token_ids == expected.token_ids
