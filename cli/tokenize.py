@@ -13,8 +13,10 @@ from cupaged.cli import runtime
 from cupaged.cli.errors import note
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
+from cupaged.cli.prompts import MAX_BYTES
 from cupaged.cli.values import Text
 from cupaged.errors import OptionError, TokenizerError
+from cupaged.model.regular_file import read_bounded
 
 if TYPE_CHECKING:
     from cupaged.model.tokenizer import Tokenizer
@@ -118,7 +120,7 @@ def _standard_input(what: str) -> str:
         raise OptionError("standard input is closed")
     if sys.stdin.isatty():
         note(f"reading {what} from the terminal; end it with Ctrl-D")
-    data = sys.stdin.buffer.read()
+    data = read_bounded(sys.stdin.buffer, MAX_BYTES, "standard input")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -125,7 +125,8 @@ def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
         for parts in ((name.encode(), symbol.encode(), code) for name, symbol, code in objects)
     )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
