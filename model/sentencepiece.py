@@ -72,7 +72,7 @@ class SentencePieceEncoder:
             text = re.sub(" +", " ", text).strip(" ")
         ids: list[int] = []
         after_token = True
-        for part in self._parts(text.replace(" ", SPACE)):
+        for part in self._all_parts(text):
             if isinstance(part, int):
                 ids.append(part)
                 after_token = True
@@ -80,6 +80,18 @@ class SentencePieceEncoder:
                 self._encode_plain(SPACE + part if after_token and self._space_before else part, ids)
                 after_token = False
         return ids
+
+    def _all_parts(self, text: str) -> Iterator[str | int]:
+        """`_parts` of the text as it is written, and of what is left with its spaces as pieces write them.
+
+        In this order a SPACE that stands in the text itself is not mixed up with the spaces beside it: so it is with
+        the tokenizers that models publish on the Hub, and with llama.cpp. (sentencepiece looks once, at the end.)
+        """
+        for part in self._parts(text):
+            if isinstance(part, int):
+                yield part
+            else:
+                yield from self._parts(part.replace(" ", SPACE))
 
     def _parts(self, text: str) -> Iterator[str | int]:
         """The text between written tokens, never empty, and their ids."""
