@@ -6,19 +6,26 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import click
 
 import cupaged
 from cupaged.cli import errors
-from cupaged.cli.bench import bench
-from cupaged.cli.convert import convert
-from cupaged.cli.generate import generate
-from cupaged.cli.info import info
 from cupaged.cli.interrupt import Interrupt
-from cupaged.cli.tokenize import detokenize, tokenize
+
+# Where commands are; each is imported when it is used, because the first token waits for every import.
+_HOMES = {
+    "bench": "cupaged.cli.bench",
+    "convert": "cupaged.cli.convert",
+    "detokenize": "cupaged.cli.tokenize",
+    "generate": "cupaged.cli.generate",
+    "info": "cupaged.cli.info",
+    "tokenize": "cupaged.cli.tokenize",
+}
 
 
 @dataclass
@@ -26,6 +33,20 @@ class Settings:
     """What a command tells `run` beside its result."""
 
     debug: bool = False
+
+
+class Commands(Mapping[str, click.Command]):
+    """The commands by name."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        command: click.Command = getattr(import_module(_HOMES[name]), name)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOMES)
+
+    def __len__(self) -> int:
+        return len(_HOMES)
 
 
 class Group(click.Group):
@@ -38,17 +59,18 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Group,
+    commands=Commands(),
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(cupaged.__version__, message="cupaged %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """LLM inference with a paged KV cache, without PyTorch."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-for command in (bench, convert, detokenize, generate, info, tokenize):
-    cli.add_command(command)
 
 
 def run(args: list[str]) -> int:
