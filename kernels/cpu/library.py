@@ -7,13 +7,14 @@ that is missing, read-only or not ours only means that the next start compiles a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import tempfile
 import threading
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def cache_folders() -> list[Path]:
     return folders
 
 
+def _version(package: str) -> str:
+    """What version of a package is installed: the text of its own _version.py, which takes no import of anything."""
+    spec = find_spec(package)
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            return (Path(spec.origin).parent / "_version.py").read_text()
+    from importlib.metadata import version
+
+    return version(package)
+
+
 def _key() -> str:
     """Hash of all that the object code depends on."""
     import llvmlite.binding as llvm
@@ -77,7 +89,7 @@ def _key() -> str:
     here = Path(__file__).parent
     for source in [*sorted(here.glob("*.py")), here.parent / "interface.py"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    facts = (_FORMAT, version("numba"), version("llvmlite"), llvm.get_host_cpu_name())
+    facts = (_FORMAT, _version("numba"), _version("llvmlite"), llvm.get_host_cpu_name())
     digest.update(repr((facts, sorted(llvm.get_host_cpu_features().items()))).encode())
     return digest.hexdigest()[:32]
 
