@@ -47,6 +47,13 @@ class _Weights:
         rng = np.random.default_rng(start)
         return rng.standard_normal((stop - start, self.shape[1]), dtype=np.float32)
 
+    def blocks(self, start: int, stop: int) -> Any | None:
+        return None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self,)
+
 
 def _cycle(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
     state = {"next": 0}

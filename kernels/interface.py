@@ -17,9 +17,45 @@ from typing import Any, Literal, Protocol
 Array = Any  # numpy.ndarray, or cupy.ndarray on a GPU
 
 StorageType = Literal["float32", "float16", "bfloat16"]
+WeightType = Literal["float32", "float16", "bfloat16", "quantised"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 STORAGE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# What a matrix asked for as "quantised" keeps: formats of a file (GGUF's names) that have a kernel of integer dot
+# products -> bytes that 32 weights take once packed. 4-bit formats keep their bits; those of 5 and 6 bits are kept as
+# bytes. Scales that are products (the K formats) are float32, because float16 cannot hold them exactly.
+QUANT_BLOCK = 32
+PACKED_BLOCK_BYTES: dict[str, int] = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q8_0": 34,
+    "Q5_0": 34,
+    "IQ4_NL": 34,
+    "Q4_K": 24,
+    "Q5_1": 40,
+    "Q5_K": 40,
+    "Q6_K": 40,
+}
+QUANT_PANEL = 32  # outputs that are packed together; the last panel is filled up with zeros
+
+
+def kept_type(dtype: str, columns: int) -> str:
+    """How a part of a weight asked for as "quantised" is kept: its own format, or else a storage type.
+
+    dtype: the part's format by its name in the file. A float part keeps its precision; a quantised one without a
+    kernel, or whose rows are not whole blocks of 32, becomes float16.
+    """
+    if dtype in PACKED_BLOCK_BYTES and columns % QUANT_BLOCK == 0:
+        return dtype
+    return {"F32": "float32", "BF16": "bfloat16"}.get(dtype, "float16")
+
+
+def packed_bytes(kind: str, rows: int, columns: int) -> int:
+    """Bytes of a packed matrix, or part of one; `kind`: a storage type or a format of PACKED_BLOCK_BYTES."""
+    if kind in STORAGE_BYTES:
+        return -(-rows // 64) * 64 * columns * STORAGE_BYTES[kind]
+    return -(-rows // QUANT_PANEL) * QUANT_PANEL * (columns // QUANT_BLOCK) * PACKED_BLOCK_BYTES[kind]
 
 # A block reference is a page-table entry in an int32: bit 31 clear (else: no block), bit 30 the format (0 plain,
 # 1 packed), bits 28-29 the pool, bits 0-27 the frame. `cupaged.memory.blockref` has the same numbers in pure Python
@@ -71,9 +107,25 @@ class WeightSource(Protocol):
         """Rows start..stop as float32 NumPy [stop-start, ...]: exact widening, or the format's dequantisation."""
         ...
 
+    def blocks(self, start: int, stop: int) -> Array | None:
+        """Rows start..stop as stored: uint8 NumPy [stop-start, row bytes] in the format `dtype`, rows contiguous.
+
+        A view of the file where that is possible. None if the source is not rows of one block format (a float, a join
+        of different formats).
+        """
+        ...
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        """The sources whose rows, in order, are this one's: itself alone if it is no join."""
+        ...
+
 
 class Matrix(Protocol):
-    """A weight matrix packed for one implementation: `rows` outputs by `cols` inputs."""
+    """A weight matrix packed for one implementation: `rows` outputs by `cols` inputs.
+
+    `dtype`: a storage type, the name of the format that was kept (Q4_1), or several joined by "+", parts in order.
+    """
 
     @property
     def rows(self) -> int: ...
@@ -112,8 +164,12 @@ class SampleRows:
 class Operations(Protocol):
     """The operations of a forward pass. float32 activations; shapes in brackets; T tokens of a step."""
 
-    def matrix(self, source: WeightSource, dtype: StorageType) -> Matrix:
-        """Pack a weight matrix [N, K], stored as `dtype` (rounded to nearest even when narrowing)."""
+    def matrix(self, source: WeightSource, dtype: WeightType) -> Matrix:
+        """Pack a weight matrix [N, K], stored as `dtype` (rounded to nearest even when narrowing).
+
+        "quantised": each part of the source keeps its own blocks (`kept_type`), and `matmul` with it quantises its
+        input to int8 by rows and blocks of 32: `reference.quantised` is the contract.
+        """
         ...
 
     def vector(self, source: WeightSource) -> Array:

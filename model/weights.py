@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.kernels.interface import WeightSource
-from cupaged.model.quants import dequantise
+from cupaged.model.quants import FORMATS, dequantise
 from cupaged.model.quants_blocks import Float32
 
 
@@ -37,6 +37,15 @@ class StoredWeight:
             return dequantise(self.dtype, self.raw)[0, start:stop].copy()
         return dequantise(self.dtype, self.raw[start:stop])
 
+    def blocks(self, start: int, stop: int) -> Any | None:
+        """Rows start..stop as they lie in the file, uint8 [stop - start, row bytes]; None of a vector or of floats."""
+        _check_range(self, start, stop)
+        return None if len(self.shape) == 1 or FORMATS[self.dtype].block == 1 else self.raw[start:stop]
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        return (self,)
+
 
 @dataclass(frozen=True, slots=True)
 class UnpermutedHeads:
@@ -59,6 +68,23 @@ class UnpermutedHeads:
         return self.source.dtype
 
     def float32(self, start: int, stop: int) -> Float32:
+        stored, first, last = self._stored(start, stop)
+        whole: Float32 = self.source.float32(first, last)
+        out: Float32 = whole[stored]
+        return out
+
+    def blocks(self, start: int, stop: int) -> Any | None:
+        """A copy, unlike a stored weight's."""
+        stored, first, last = self._stored(start, stop)
+        whole = self.source.blocks(first, last)
+        return None if whole is None else whole[stored]
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        return (self,)
+
+    def _stored(self, start: int, stop: int) -> tuple[Any, int, int]:
+        """Rows start..stop lie within rows first..last of the source, at these places from the first."""
         _check_range(self, start, stop)
         head_dim = self.shape[0] // self.heads
         half = head_dim // 2
@@ -66,10 +92,7 @@ class UnpermutedHeads:
         within = rows % head_dim
         stored = rows - within + 2 * (within % half) + within // half
         first = start // head_dim * head_dim
-        last = -(-stop // head_dim) * head_dim
-        whole: Float32 = self.source.float32(first, last)
-        out: Float32 = whole[stored - first]
-        return out
+        return stored - first, first, -(-stop // head_dim) * head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +122,15 @@ class ConcatenatedRows:
         if not parts:
             return np.empty((0, *self.shape[1:]), dtype=np.float32)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def blocks(self, start: int, stop: int) -> Any | None:
+        """None: the parts have blocks of their own."""
+        _check_range(self, start, stop)
+        return None
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        return tuple(part for source in self.sources for part in source.parts)
 
 
 def concat_rows(sources: Sequence[WeightSource]) -> WeightSource:

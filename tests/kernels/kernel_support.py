@@ -40,6 +40,13 @@ class ArraySource:
     def float32(self, start: int, stop: int) -> np.ndarray:
         return self.array[start:stop]
 
+    def blocks(self, start: int, stop: int) -> None:
+        return None
+
+    @property
+    def parts(self) -> tuple[ArraySource]:
+        return (self,)
+
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """Finite float32 values as float64, rounded to a storage type: by arithmetic for bfloat16, which has 8 bits."""
