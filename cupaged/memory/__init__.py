@@ -4,9 +4,11 @@ Standard library alone: nothing here touches an array or a device. `BlockPool` a
 """
 
 from cupaged.memory.blockref import MAX_FRAMES, NO_BLOCK, Format, Pool, format_of, frame_of, make_ref, pool_of
-from cupaged.memory.manager import BlockManager, GroupSpec, GroupStats, MemoryStats, SequenceTables
+from cupaged.memory.manager import BlockManager
 from cupaged.memory.plans import CopyBlock, PackBlock, PlanItem, SwapIn, SwapOut
 from cupaged.memory.pool import BlockPool, FrameState, PoolStats
+from cupaged.memory.sequence import GroupSpec, SequenceTables
+from cupaged.memory.stats import GroupStats, MemoryStats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks, last_block_fill
 
 __all__ = [

@@ -1,60 +1,21 @@
-"""The block manager: sequences' memory as blocks, taken on demand, shared on fork, copied on write.
+"""The block manager: sequences' memory as blocks, taken on demand, shared on fork, copied on write, moved to the host.
 
 The scheme is Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-sections 4.2 to 4.4. One pool and one table per KV group, everything in lockstep over the groups. No arrays: see plans.
+sections 4.2 to 4.5. A device pool, a host pool if wanted, and one table per KV group. No arrays: see plans.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
 from cupaged.errors import BlockError, CapacityError, OptionError, OutOfBlocks
-from cupaged.memory.blockref import Pool, frame_of, make_ref, pool_of
-from cupaged.memory.plans import CopyBlock, PlanItem
-from cupaged.memory.pool import BlockPool, FrameState, PoolStats
+from cupaged.memory.audit import audit
+from cupaged.memory.blockref import Pool, frame_of, pool_of
+from cupaged.memory.plans import CopyBlock, PlanItem, SwapIn, SwapOut
+from cupaged.memory.pool import BlockPool, FrameState
+from cupaged.memory.sequence import GroupSpec, SequenceTables
+from cupaged.memory.stats import MemoryStats, group_stats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Size of one KV group: device blocks, tokens per block, and the most blocks that one table may list."""
-
-    num_blocks: int
-    block_size: int
-    max_blocks: int | None = None
-
-
-@dataclass(eq=False, slots=True)
-class SequenceTables:
-    """The memory of one sequence: a block table per KV group. Made, changed and freed by its BlockManager alone.
-
-    `num_tokens` tokens are stored; slots of positions below `num_prepared` (>= num_tokens) may be used.
-    """
-
-    tables: tuple[BlockTable, ...]
-    num_tokens: int = 0
-    num_prepared: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStats:
-    """`pool`: counts of blocks. `waste_slots`: slots of the sequences' blocks that hold no token, shared ones once."""
-
-    pool: PoolStats
-    block_size: int
-    waste_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """Per KV group the state now; `copies`: blocks copied on write since the manager was made."""
-
-    groups: tuple[GroupStats, ...]
-    copies: int
-    sequences: int
-    unfinished_items: int
 
 
 class BlockManager:
@@ -62,19 +23,30 @@ class BlockManager:
 
     A step appends tokens to a sequence in this order: `prepare_append` (take blocks, get the plan), hand the plan to
     the device, write K/V to `slots`, `commit_append`; `complete` once for each plan item, when it is done or later.
+
+    A table may list blocks of both pools; only where tokens are written the block must be on the device. `in_place`:
+    kernels read host blocks where they lie, so a sequence may be longer than the device pool.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], in_place: bool = False) -> None:
         if not groups:
             raise OptionError("a block manager needs at least one KV group")
         self.groups = tuple(groups)
+        self.in_place = in_place
         self.pools = tuple(BlockPool(spec.num_blocks, Pool.DEVICE, index) for index, spec in enumerate(self.groups))
+        self.host_pools = tuple(
+            BlockPool(spec.host_blocks, Pool.PINNED_HOST, index) if spec.host_blocks else None
+            for index, spec in enumerate(self.groups)
+        )
         for index in range(len(self.groups)):
             self._new_table(index)  # refuses a bad block_size or max_blocks now, not at the first request
         self._sequences: dict[SequenceTables, None] = {}
         self._unfinished: dict[int, PlanItem] = {}
+        self._arriving: dict[tuple[int, int], bool] = {}  # (group, destination of a move under way): is it a full block
         self._next_ticket = 0
         self._copies = 0
+        self._swapped_out = 0
+        self._swapped_in = 0
 
     # Sequences
 
@@ -84,24 +56,42 @@ class BlockManager:
         self._sequences[tables] = None
         return tables
 
-    def fork(self, tables: SequenceTables) -> SequenceTables:
-        """A sequence with the same tokens in the same blocks; takes no new block. O(blocks).
+    def fork(self, tables: SequenceTables, num_tokens: int | None = None) -> SequenceTables:
+        """A sequence with the same tokens in the same blocks, wherever they lie; takes no new block. O(blocks).
 
-        BlockError between `prepare_append` and `commit_append` of the original: its blocks are being written in place.
+        `num_tokens`: only so many of the first ones; they must end with a block in every KV group, so that the child
+        begins a block of its own. BlockError between `prepare_append` and `commit_append` of the original if all its
+        tokens are asked for: its blocks are being written in place.
         """
         self._check_live(tables)
-        if tables.num_prepared > tables.num_tokens:
+        count = tables.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= count <= tables.num_tokens:
+            raise BlockError(f"fork of {count} tokens of a sequence that has {tables.num_tokens}")
+        if count < tables.num_tokens and any(count % spec.block_size for spec in self.groups):
+            raise BlockError(f"fork of {count} of {tables.num_tokens} tokens: they end within a block")
+        if count == tables.num_tokens < tables.num_prepared:
             raise BlockError(
                 f"fork of a sequence that is being appended to: {tables.num_tokens} tokens stored, "
                 f"{tables.num_prepared} prepared; commit_append comes first"
             )
         child = self.create()
-        child.num_tokens = child.num_prepared = tables.num_tokens
-        for pool, old, new in zip(self.pools, tables.tables, child.tables, strict=True):
+        child.num_tokens = child.num_prepared = count
+        for group, (old, new) in enumerate(zip(tables.tables, child.tables, strict=True)):
             # Blocks behind the last token (prepared once, not used) stay the original's own.
-            new.refs = old.refs[: blocks_for(tables.num_tokens, old.block_size)]
-            pool.fork(new.refs)
+            new.refs = old.refs[: blocks_for(count, old.block_size)]
+            for pool, refs in self._by_pool(group, new.refs):
+                pool.fork(refs)
         return child
+
+    def trim(self, tables: SequenceTables) -> None:
+        """Give back blocks that hold no token: left over from what was prepared and not used."""
+        self._check_live(tables)
+        tables.num_prepared = tables.num_tokens
+        for group, table in enumerate(tables.tables):
+            kept = blocks_for(tables.num_tokens, table.block_size)
+            table.refs, empty = table.refs[:kept], table.refs[kept:]
+            for pool, refs in self._by_pool(group, empty):
+                pool.free(refs)
 
     def free(self, tables: SequenceTables) -> None:
         """Give up a sequence: each distinct block of it once. BlockError if it was freed before.
@@ -110,8 +100,9 @@ class BlockManager:
         """
         self._check_live(tables)
         del self._sequences[tables]
-        for pool, table in zip(self.pools, tables.tables, strict=True):
-            pool.free(table.refs)
+        for group, table in enumerate(tables.tables):
+            for pool, refs in self._by_pool(group, table.refs):
+                pool.free(refs)
             table.refs = []
         tables.num_tokens = tables.num_prepared = 0
 
@@ -120,7 +111,7 @@ class BlockManager:
     def blocks_needed(self, tables: SequenceTables, num_new: int) -> tuple[int, ...]:
         """Free blocks that `prepare_append` would take, per KV group: new ones, and one where it must copy on write.
 
-        CapacityError if so long a sequence never fits.
+        CapacityError if so long a sequence never fits; BlockError if the block that would be written is on the host.
         """
         self._check_live(tables)
         if num_new < 0:
@@ -205,8 +196,70 @@ class BlockManager:
         item = self._unfinished.pop(ticket, None)
         if item is None:
             raise BlockError(f"ticket {ticket} belongs to no unfinished plan item")
+        full = self._arriving.pop((item.group, item.destination), False)
         for ref in (item.source, item.destination):
-            self._pool(item.group, ref).unpin(ref)
+            self.pool(item.group, pool_of(ref)).unpin(ref)
+        pool = self.pool(item.group, pool_of(item.destination))
+        if full and pool.count(item.destination):  # 0: freed, or moved on, while it was on its way
+            pool.mark_ready(item.destination)
+
+    # Moving between device and host
+
+    def swap_out(self, group: int, refs: Iterable[int]) -> list[PlanItem]:
+        """Move device blocks to the host pool, for all sequences that list them: tables change now, counts survive.
+
+        The device frames drain until their tickets are completed. OutOfBlocks if the host pool lacks room, BlockError
+        if a block is not in use on the device, holds no token (see `trim`), or is being written: nothing has changed.
+        """
+        items = self._move(group, refs, Pool.DEVICE, Pool.PINNED_HOST, SwapOut)
+        self._swapped_out += len(items)
+        return items
+
+    def swap_in(self, group: int, refs: Iterable[int]) -> list[PlanItem]:
+        """Move host blocks back to the device: `swap_out` the other way round. The sequences may be scheduled when the
+        tickets are completed."""
+        items = self._move(group, refs, Pool.PINNED_HOST, Pool.DEVICE, SwapIn)
+        self._swapped_in += len(items)
+        return items
+
+    def is_arriving(self, group: int, ref: int) -> bool:
+        """Whether the block is the destination of a move that is not completed."""
+        return (group, ref) in self._arriving
+
+    def settled(self, tables: SequenceTables) -> bool:
+        """Whether no block of the sequence is on its way."""
+        return not self._arriving or not any(
+            (group, ref) in self._arriving for group, table in enumerate(tables.tables) for ref in table.refs
+        )
+
+    def blocks_in(self, where: Pool, group: int, sequences: Iterable[SequenceTables]) -> list[int]:
+        """The distinct blocks of some sequences that lie in one pool, by their place in the tables."""
+        places: dict[int, int] = {}
+        for tables in sequences:
+            for index, ref in enumerate(tables.tables[group].refs):
+                if ref >= 0 and pool_of(ref) is where:
+                    places[ref] = min(index, places.get(ref, index))
+        return sorted(places, key=places.__getitem__)
+
+    def own_blocks(self, group: int, sequences: Iterable[SequenceTables]) -> list[int]:
+        """Those of `blocks_in` the device that no other sequence uses and that hold tokens: what can be swapped out
+        without touching anybody else."""
+        members = list(sequences)
+        size = self.groups[group].block_size
+        users: dict[int, int] = {}
+        for tables in members:
+            stored = tables.tables[group].refs[: blocks_for(tables.num_tokens, size)]
+            for ref in distinct_blocks(stored):
+                users[ref] = users.get(ref, 0) + 1
+        pool = self.pools[group]
+        return [ref for ref in self.blocks_in(Pool.DEVICE, group, members) if users.get(ref) == pool.count(ref)]
+
+    def pool(self, group: int, where: Pool) -> BlockPool:
+        """A group's device or host pool. BlockError if it has no such pool."""
+        pool = self.pools[group] if where is Pool.DEVICE else self.host_pools[group]
+        if pool is None:
+            raise BlockError(f"KV group {group} has no {where.name.lower()} pool")
+        return pool
 
     # What fits, and how full it is
 
@@ -233,56 +286,26 @@ class BlockManager:
 
     def stats(self) -> MemoryStats:
         """Counters and the state of every group; O(sequences), not O(blocks)."""
-        groups = []
-        for group, (spec, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            fill: dict[int, int] = {}  # of blocks that are not full: only behind the last multiple of block_size
-            for tables in self._sequences:
-                full = tables.num_tokens // spec.block_size
-                for index, ref in enumerate(tables.tables[group].refs[full:], full):
-                    fill[ref] = max(0, tables.num_tokens - index * spec.block_size)
-            groups.append(GroupStats(pool.stats(), spec.block_size, sum(spec.block_size - n for n in fill.values())))
-        return MemoryStats(tuple(groups), self._copies, len(self._sequences), len(self._unfinished))
+        return MemoryStats(
+            groups=tuple(group_stats(self, group) for group in range(len(self.groups))),
+            copies=self._copies,
+            sequences=len(self._sequences),
+            unfinished_items=len(self._unfinished),
+            swapped_out=self._swapped_out,
+            swapped_in=self._swapped_in,
+        )
 
     def audit(self) -> None:
         """Check everything against everything, O(blocks of all sequences). BlockError names the first inconsistency."""
-        for group, pool in enumerate(self.pools):
-            pool.audit()
-            counts: Counter[int] = Counter()
-            pins: Counter[int] = Counter()
-            for tables in self._sequences:
-                counts.update(distinct_blocks(tables.tables[group].refs))
-            for item in self._unfinished.values():
-                if item.group == group:
-                    pins.update(ref for ref in (item.source, item.destination) if pool_of(ref) is pool.pool)
-            for frame in range(pool.num_blocks):
-                ref = make_ref(frame, pool.pool)
-                if pool.count(ref) != counts[ref] or pool.pins(ref) != pins[ref]:
-                    raise BlockError(
-                        f"block {frame} of group {group}: count {pool.count(ref)}, {counts[ref]} tables list it; "
-                        f"{pool.pins(ref)} pins, {pins[ref]} ends of plan items"
-                    )
-        for tables in self._sequences:
-            for pool, table in zip(self.pools, tables.tables, strict=True):
-                self._audit_table(pool, table, tables)
+        audit(self)
 
-    def _audit_table(self, pool: BlockPool, table: BlockTable, tables: SequenceTables) -> None:
-        where = f"a sequence of {tables.num_tokens} tokens, prepared to {tables.num_prepared}, in group {table.group}"
-        if not tables.num_tokens <= tables.num_prepared <= table.capacity:
-            raise BlockError(f"{where} has a table of {table.capacity} positions")
-        if table.max_blocks is not None and table.num_blocks > table.max_blocks:
-            raise BlockError(f"{where} has a table of {table.num_blocks} blocks, {table.max_blocks} are allowed")
-        full, partial = divmod(tables.num_tokens, table.block_size)
-        for index, ref in enumerate(table.refs):
-            if ref < 0:
-                continue
-            if (index < full) != (pool.state(ref) is FrameState.READY):
-                raise BlockError(f"{where}: block {index} of the table is {pool.state(ref).name}")
-            # Only stored tokens are shared, and never where the sequence is being appended to.
-            own = index > full or (index == full and (not partial or tables.num_prepared > tables.num_tokens))
-            if own and pool.count(ref) != 1:
-                raise BlockError(
-                    f"{where}: block {index} of the table is to be written and has {pool.count(ref)} users"
-                )
+    def sequences(self) -> Collection[SequenceTables]:
+        """All that were created and not freed."""
+        return self._sequences.keys()
+
+    def unfinished(self) -> Collection[PlanItem]:
+        """Plan items whose tickets are not completed, in ticket order."""
+        return self._unfinished.values()
 
     # Internals
 
@@ -292,8 +315,9 @@ class BlockManager:
 
     def _limit(self, group: int) -> int:
         """Blocks that one sequence can have in a group."""
+        host = self.host_pools[group]
+        usable = self.pools[group].num_blocks + (host.num_blocks if host is not None and self.in_place else 0)
         max_blocks = self.groups[group].max_blocks
-        usable = self.pools[group].num_blocks
         return usable if max_blocks is None else min(usable, max_blocks)
 
     def _must_copy(self, group: int, tables: SequenceTables) -> bool:
@@ -305,7 +329,12 @@ class BlockManager:
         """
         table = tables.tables[group]
         index, offset = divmod(tables.num_tokens, table.block_size)
-        return offset != 0 and self.pools[group].count(table.refs[index]) > 1
+        if offset == 0:
+            return False
+        ref = table.refs[index]
+        if pool_of(ref) is not Pool.DEVICE:
+            raise BlockError(f"position {tables.num_tokens} is in a block on the host: swap_in comes before writing")
+        return self.pools[group].count(ref) > 1
 
     def _copy_on_write(self, group: int, table: BlockTable, index: int, fresh: int) -> PlanItem:
         shared = table.refs[index]
@@ -321,13 +350,56 @@ class BlockManager:
         self._next_ticket = item.ticket + 1
         self._unfinished[item.ticket] = item
         for ref in (item.source, item.destination):
-            self._pool(item.group, ref).pin(ref)
+            self.pool(item.group, pool_of(ref)).pin(ref)
 
-    def _pool(self, group: int, ref: int) -> BlockPool:
-        pool = self.pools[group]
-        if pool_of(ref) is not pool.pool:
-            raise BlockError(f"block reference {ref:#x}: group {group} has no {pool_of(ref).name.lower()} pool")
-        return pool
+    def _move(
+        self, group: int, refs: Iterable[int], source: Pool, target: Pool, kind: type[PlanItem]
+    ) -> list[PlanItem]:
+        old_pool, new_pool = self.pool(group, source), self.pool(group, target)
+        blocks = distinct_blocks(refs)
+        self._check_movable(group, blocks, old_pool)
+        moved = dict(zip(blocks, new_pool.allocate_many(len(blocks)), strict=True))
+        for tables in self._sequences:
+            table = tables.tables[group]
+            if not moved.keys().isdisjoint(table.refs):
+                table.refs = [moved.get(ref, ref) for ref in table.refs]
+        items: list[PlanItem] = []
+        for old, new in moved.items():
+            full = old_pool.state(old) is FrameState.READY or self._arriving.get((group, old), False)
+            items.append(kind(self._next_ticket, group, old, new))
+            self._hold(items[-1])
+            self._arriving[group, new] = full
+            for user in range(old_pool.count(old)):
+                if user:
+                    new_pool.fork(new)
+                old_pool.free(old)
+        return items
+
+    def _check_movable(self, group: int, blocks: list[int], pool: BlockPool) -> None:
+        for ref in blocks:
+            if not pool.count(ref):
+                raise BlockError(f"block {frame_of(ref)} of group {group} cannot move: it is not in use")
+        wanted = set(blocks)
+        for tables in self._sequences:
+            refs = tables.tables[group].refs
+            if wanted.isdisjoint(refs):
+                continue
+            size = self.groups[group].block_size
+            stored = blocks_for(tables.num_tokens, size)
+            if not wanted.isdisjoint(refs[stored:]):
+                raise BlockError(f"a block of group {group} cannot move: it holds no token yet")
+            if tables.num_prepared > tables.num_tokens and not wanted.isdisjoint(refs[tables.num_tokens // size :]):
+                raise BlockError(f"a block of group {group} cannot move: it is being written")
+
+    def _by_pool(self, group: int, refs: Sequence[int]) -> list[tuple[BlockPool, list[int]]]:
+        """The blocks of a table, apart by pool."""
+        if self.host_pools[group] is None:
+            return [(self.pools[group], list(refs))]
+        parts: dict[Pool, list[int]] = {}
+        for ref in refs:
+            if ref >= 0:
+                parts.setdefault(pool_of(ref), []).append(ref)
+        return [(self.pool(group, where), part) for where, part in parts.items()]
 
     def _check_live(self, tables: SequenceTables) -> None:
         if tables not in self._sequences:

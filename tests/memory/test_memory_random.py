@@ -1,14 +1,16 @@
-"""200,000 random operations on the block manager; then the driver itself is tested: each planted fault must be seen."""
+"""Random operations on the block manager, 1,000,000 in the slow run; then the driver itself is tested: each planted
+fault must be seen."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-from memory_driver import Divergence, Driver
+from memory_driver import Driver
+from memory_judges import Divergence
 
 from cupaged.errors import BlockError, OutOfBlocks
-from cupaged.memory import BlockManager, BlockPool, GroupSpec, PlanItem, SequenceTables, frame_of
+from cupaged.memory import BlockManager, BlockPool, GroupSpec, PlanItem, Pool, SequenceTables, frame_of
 
 GROUPS = {
     "one group": [GroupSpec(32, 4)],
@@ -18,20 +20,55 @@ GROUPS = {
 }
 
 
+SWAPPED = {
+    "one group": [GroupSpec(20, 4, host_blocks=10)],
+    "two block sizes": [GroupSpec(24, 4, host_blocks=12), GroupSpec(14, 8, host_blocks=5)],
+    "one of two has a host pool": [GroupSpec(30, 4), GroupSpec(12, 8, host_blocks=4)],
+    "little on the device": [GroupSpec(11, 3, max_blocks=16, host_blocks=8)],
+}
+
 # What a run must have come across, often, to mean anything.
-PATHS = ["copies", "forks", "completions", "drained", "OutOfBlocks"]
+VERBS = ["create", "append", "write", "fork", "free", "abort", "trim", "complete", "run_copies"]
+PATHS = [*VERBS, "copies", "drained", "forks of a part", "aborted while written", "append: OutOfBlocks"]
 PATHS += [f"{verb} refused" for verb in ("commit_append", "fork", "free", "complete")]
+SWAP_PATHS = ["swap_out", "swap_in", "swapped_out", "swapped_in", "blocks moved while shared", "aborted while moving"]
+SWAP_PATHS += [f"{verb} refused" for verb in ("swap_out", "swap_in")]
+SWAP_PATHS += ["append: BlockError", "swap_out: OutOfBlocks", "swap_in: OutOfBlocks", "swap_out: BlockError"]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_random_operations_against_the_rules(groups: list[GroupSpec], seed: int) -> None:
-    driver = Driver(seed, groups)
-    driver.run(25_000)
+def walk(driver: Driver, operations: int, paths: list[str], least: int, audit_every: int = 250) -> Counter[str]:
+    """Run, and see that each path was taken at least so often."""
+    driver.run(operations, audit_every)
     assert driver.ledger is not None
-    walked = Counter(driver.seen, drained=driver.ledger.drained)
-    rare = {name: walked[name] for name in PATHS}
-    assert min(rare.values()) >= 100, rare
+    ledger = driver.ledger
+    counts = {"drained": ledger.drained, "swapped_out": ledger.swapped_out, "swapped_in": ledger.swapped_in}
+    walked = Counter(driver.seen, **counts)
+    taken = {name: walked[name] for name in paths}
+    assert min(taken.values()) >= least, taken
+    return walked
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_random_operations_against_the_rules(groups: list[GroupSpec]) -> None:
+    walk(Driver(1, groups), 8_000, PATHS, 20)
+
+
+@pytest.mark.parametrize("groups", SWAPPED.values(), ids=SWAPPED)
+def test_random_operations_with_swaps(groups: list[GroupSpec]) -> None:
+    walk(Driver(2, groups, in_place=len(groups) == 1), 8_000, PATHS + SWAP_PATHS, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "groups", [*GROUPS.values(), *SWAPPED.values()], ids=[*GROUPS, *(f"{n}, swapped" for n in SWAPPED)]
+)
+def test_a_million_random_operations(groups: list[GroupSpec], seed: int) -> None:
+    """16 runs of 62,500: an audit every 1,000, every path taken hundreds of times in each."""
+    swapped = any(spec.host_blocks for spec in groups)
+    walked = walk(Driver(100 + seed, groups, in_place=seed == 1), 62_500, PATHS + SWAP_PATHS * swapped, 100, 1000)
+    assert walked["audits"] == 62
+    assert sum(walked[verb] for verb in [*VERBS, "swap_out", "swap_in"]) == 62_500
 
 
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
@@ -114,6 +151,49 @@ def copies_not_counted_in_need(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "can_append", can)
 
 
+def move_lost(patch: pytest.MonkeyPatch) -> None:
+    swap_in = BlockManager.swap_in
+    patch.setattr(BlockManager, "swap_in", lambda self, group, refs: swap_in(self, group, refs)[1:])
+
+
+def sharers_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A move changes the table of whoever asked, and not of those who share the block."""
+    swap_out = BlockManager.swap_out
+
+    def forgetful(self: BlockManager, group: int, refs: list[int]) -> list[PlanItem]:
+        items = swap_out(self, group, refs)
+        back = {item.destination: item.source for item in items}
+        users = [tables.tables[group] for tables in self.sequences() if back.keys() & set(tables.tables[group].refs)]
+        for table in users[1:]:
+            table.refs = [back.get(ref, ref) for ref in table.refs]
+        return items
+
+    patch.setattr(BlockManager, "swap_out", forgetful)
+
+
+def moved_blocks_lose_users(patch: pytest.MonkeyPatch) -> None:
+    move = BlockManager._move
+
+    def losing(
+        self: BlockManager, group: int, refs: list[int], source: Pool, target: Pool, kind: type
+    ) -> list[PlanItem]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BlockPool, "fork", lambda pool, refs: None)
+            return move(self, group, refs, source, target, kind)
+
+    patch.setattr(BlockManager, "_move", losing)
+
+
+def arrived_blocks_never_ready(patch: pytest.MonkeyPatch) -> None:
+    complete = BlockManager.complete
+
+    def forgetful(self: BlockManager, ticket: int) -> None:
+        self._arriving = dict.fromkeys(self._arriving, False)
+        complete(self, ticket)
+
+    patch.setattr(BlockManager, "complete", forgetful)
+
+
 WRONG_TOKENS = [no_copy_on_write, plan_lost, nothing_pinned, pinned_blocks_handed_out, slots_in_a_row]
 WRONG_COUNTS = [
     always_copy, fork_does_not_count, block_too_many, destination_left_pinned, failed_append_keeps_a_block,
@@ -137,3 +217,21 @@ def test_every_planted_fault_is_seen(fault, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_device_alone_finds_nothing_wrong_with_the_manager() -> None:
     Driver(1, GROUPS["two block sizes"], use_ledger=False).run(10_000)
+
+
+@pytest.mark.parametrize("fault", [pinned_blocks_handed_out, move_lost, sharers_forgotten, moved_blocks_lose_users])
+def test_faults_of_moves_are_read_back(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((Divergence, BlockError)):
+        Driver(1, SWAPPED["one group"], use_ledger=False).run(10_000)
+
+
+@pytest.mark.parametrize("fault", [move_lost, sharers_forgotten, moved_blocks_lose_users, arrived_blocks_never_ready])
+def test_every_planted_fault_of_moves_is_seen(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((Divergence, BlockError)):
+        Driver(1, SWAPPED["two block sizes"]).run(10_000)
+
+
+def test_the_device_alone_finds_nothing_wrong_with_moves() -> None:
+    Driver(1, SWAPPED["one group"], use_ledger=False).run(8_000)

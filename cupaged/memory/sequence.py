@@ -1,0 +1,29 @@
+"""What a KV group is made of, and the memory of one sequence in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupaged.memory.table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Size of one KV group: device blocks, tokens per block, the most blocks that one table may list, host blocks."""
+
+    num_blocks: int
+    block_size: int
+    max_blocks: int | None = None
+    host_blocks: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class SequenceTables:
+    """The memory of one sequence: a block table per KV group. Made, changed and freed by its BlockManager alone.
+
+    `num_tokens` tokens are stored; slots of positions below `num_prepared` (>= num_tokens) may be used.
+    """
+
+    tables: tuple[BlockTable, ...]
+    num_tokens: int = 0
+    num_prepared: int = 0
