@@ -6,20 +6,33 @@ layouts, both with K beside V so that a block of a layer is contiguous:
     block_major  [block, layer, k|v, kv_head, ...]   a block is one contiguous unit: to swap or copy it is one copy
     layer_major  [layer, block, k|v, kv_head, ...]   a layer's blocks lie together: fewer pages touched per layer
 
+A host pool, if there is one, is always block-major. Beside a block-major device pool it has the same strides, and
+kernels read its blocks in place; a layer-major cache can only swap.
+
 The cache owns bytes only. Which block belongs to whom is the block pool's business.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from cupaged.errors import KernelError, OptionError
-from cupaged.kernels.interface import FRAME_BITS, STORAGE_BYTES, Array, KVView, Operations, StorageType
+from cupaged.kernels.interface import (
+    FRAME_BITS,
+    FRAME_MASK,
+    POOL_MASK,
+    POOL_SHIFT,
+    STORAGE_BYTES,
+    Array,
+    KVView,
+    Operations,
+    StorageType,
+)
 
 Layout = Literal["block_major", "layer_major"]
 
@@ -37,6 +50,7 @@ class CacheDevice(Protocol):
     @property
     def k_transposed(self) -> bool: ...
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
+    def empty_host(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
 
 
 class PagedKVCache:
@@ -44,6 +58,7 @@ class PagedKVCache:
 
     dtype: "float32", "float16" or "bfloat16" (kept as uint16). device: None is the CPU. layout: see the module.
     k_transposed: K of a block as [head_dim][slot] instead of [slot][head_dim]; None leaves it to the device.
+    host_blocks: blocks of a second pool in the host's memory, to which blocks are swapped; 0 for none.
     block_size 1..256, num_blocks up to 2^28 (the frame bits of a reference). The array is allocated, aligned as the
     device aligns, but neither cleared nor touched: unused slots hold anything, NaN included.
 
@@ -61,6 +76,7 @@ class PagedKVCache:
         device: CacheDevice | None = None,
         layout: Layout = "block_major",
         k_transposed: bool | None = None,
+        host_blocks: int = 0,
     ) -> None:
         self.num_blocks = _whole("num_blocks", num_blocks, MAX_BLOCKS)
         self.block_size = _whole("block_size", block_size, MAX_BLOCK_SIZE)
@@ -81,9 +97,13 @@ class PagedKVCache:
         else:
             block_stride = 2 * kv_stride
             layer_stride = self.num_blocks * block_stride
-        self.array = self._allocate()
+        self.host_blocks = _whole("host_blocks", host_blocks, MAX_BLOCKS, low=0)
+        self.array = self._allocate("num_blocks", self.num_blocks, self.device.empty)
+        self.host_array = None
+        if self.host_blocks:
+            self.host_array = self._allocate("host_blocks", self.host_blocks, self.device.empty_host)
         self.view = KVView(
-            pools=(self.array,),
+            pools=(self.array, self.host_array) if self.reads_in_place else (self.array,),
             dtype=self.dtype,
             num_layers=self.num_layers,
             block_size=self.block_size,
@@ -96,12 +116,18 @@ class PagedKVCache:
             k_transposed=k_transposed,
         )
 
-    def _allocate(self) -> Array:
+    def _allocate(self, name: str, blocks: int, empty: Callable[[tuple[int, ...], Any], Array]) -> Array:
         dtype = np.dtype(_NUMPY_TYPES[self.dtype])
+        size = blocks * self.bytes_per_block
         try:
-            return self.device.empty((self.nbytes // dtype.itemsize,), dtype)
+            return empty((size // dtype.itemsize,), dtype)
         except (MemoryError, ValueError) as error:
-            raise OptionError(f"num_blocks: {self.nbytes:,} bytes of KV cache cannot be allocated ({error})") from error
+            raise OptionError(f"{name}: {size:,} bytes of KV cache cannot be allocated ({error})") from error
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether kernels can read blocks of the host pool where they lie."""
+        return self.host_blocks > 0 and self.layout == "block_major"
 
     @property
     def bytes_per_block(self) -> int:
@@ -111,7 +137,7 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks on the device."""
         return self.num_blocks * self.bytes_per_block
 
     def write(self, layer: int, slots: Array, key: Array, value: Array) -> None:
@@ -142,6 +168,25 @@ class PagedKVCache:
         starts = [frame * self.view.block_stride + layer * self.view.layer_stride for layer in range(self.num_layers)]
         return np.concatenate([self.array[start : start + 2 * self.view.kv_stride] for start in starts]).view(np.uint8)
 
+    def pieces(self, ref: int) -> list[Array]:
+        """A block of either pool as flat arrays that are contiguous: itself, or of a layer-major cache one a layer.
+
+        KernelError for a frame that this cache does not have.
+        """
+        pool, frame = ref >> POOL_SHIFT & POOL_MASK, ref & FRAME_MASK
+        array, blocks = {0: (self.array, self.num_blocks), 1: (self.host_array, self.host_blocks)}.get(pool, (None, 0))
+        if array is None or ref < 0 or ref >> FRAME_BITS >= 4 or frame >= blocks:
+            raise KernelError(f"block reference {ref:#x} is not of this cache")
+        per_layer = 2 * self.view.kv_stride
+        if self.layout == "block_major":
+            size = per_layer * self.num_layers
+            return [array[frame * size : (frame + 1) * size]]
+        block, layer = (
+            (self.view.block_stride, self.view.layer_stride) if pool == 0 else (self.num_layers * per_layer, per_layer)
+        )
+        starts = [frame * block + index * layer for index in range(self.num_layers)]
+        return [array[start : start + per_layer] for start in starts]
+
     def copy_blocks(self, copies: Iterable[Any]) -> None:
         """Copy whole blocks inside pool 0, all layers, bit for bit.
 
@@ -166,17 +211,18 @@ class PagedKVCache:
             raise KernelError(f"layer: {layer!r:.40} is not in 0..{self.num_layers - 1}")
 
     def __repr__(self) -> str:
-        shape = f"{self.num_blocks} blocks of {self.block_size}, {self.num_layers} layers"
+        blocks = f"{self.num_blocks} blocks" + f" and {self.host_blocks} on the host" * bool(self.host_blocks)
+        shape = f"{blocks} of {self.block_size}, {self.num_layers} layers"
         return f"PagedKVCache({shape}, {self.num_kv_heads} KV heads of {self.head_dim}, {self.dtype}, {self.layout})"
 
 
-def _whole(name: str, value: Any, high: int) -> int:
+def _whole(name: str, value: Any, high: int, low: int = 1) -> int:
     try:
         whole = operator.index(value)
     except TypeError:
         raise OptionError(f"{name}: {value!r} is not a whole number") from None
-    if isinstance(value, bool) or not 1 <= whole <= high:
-        raise OptionError(f"{name}: {value!r} is not in 1..{high}")
+    if isinstance(value, bool) or not low <= whole <= high:
+        raise OptionError(f"{name}: {value!r} is not in {low}..{high}")
     return whole
 
 

@@ -32,7 +32,8 @@ class LLM:
     device: "auto", "cpu" or "cuda". dtype: how weights are kept, "auto" (as stored; quantised ones as float16),
     "float32", "float16" or "bfloat16"; arithmetic is float32. kv_dtype: the same for K/V, "auto" follows dtype.
     block_size: tokens in a KV block. kv_memory: bytes of K/V ("64MiB", an int, or a share of free memory such as
-    "25%"); by default four full contexts, at most a quarter of free memory. max_model_len: positions of a sequence.
+    "25%"); by default four full contexts, at most a quarter of free memory. swap_memory: bytes of a second pool on the
+    host, to which blocks are swapped when the first is full; none by default. max_model_len: positions of a sequence.
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
     progress: called with `ProgressEvent`s while loading.
 
@@ -53,13 +54,15 @@ class LLM:
         threads: int | None = None,
         max_batch_tokens: int | None = None,
         max_sequences: int | None = None,
+        swap_memory: int | str | None = None,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
-            device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences
-        )
+            device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
+            swap_memory,
+        )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}
         self._dropped: deque[str] = deque()
@@ -192,6 +195,8 @@ class LLM:
                 "block_bytes": memory.block_bytes,
                 "num_blocks": memory.num_blocks,
                 "kv_bytes": memory.nbytes,
+                "host_blocks": memory.host_blocks,
+                "host_bytes": memory.host_bytes,
                 "tokens_that_fit": memory.num_tokens,
                 "max_model_len": memory.max_model_len,
             },

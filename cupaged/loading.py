@@ -53,6 +53,7 @@ class LoadOptions:
     threads: int | None = None
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
+    swap_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -74,8 +75,9 @@ class LoadOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
                 raise OptionError(f"{name}: {shown(value)} is not a whole number in 1..{high}")
-        if self.kv_memory is not None:
-            parse_bytes("kv_memory", self.kv_memory, 1 << 62)
+        for name in ("kv_memory", "swap_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(name, getattr(self, name), 1 << 62)
 
 
 @dataclass(slots=True)
@@ -134,14 +136,19 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         scratch_bytes = sum(4 * math.prod(shape) for shape in scratch_shapes(config, max_tokens, rows).values())
         available = device.memory().available - weight_bytes - scratch_bytes
         memory = plan_memory(
-            config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, weight_bytes
-        )
+            config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, weight_bytes,
+            options.swap_memory, None if device.unified else device.host_memory().available,
+        )  # fmt: skip
         parameters = load_parameters(config, checkpoint.tensors, device.ops, dtype, report("weights", "parts"))
         decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
         shape = (memory.num_blocks, memory.block_size, config.num_kv_heads, config.head_dim)
-        caches = [PagedKVCache(*shape, len(group.layers), kv_dtype, device) for group in config.kv_groups]
+        caches = [
+            PagedKVCache(*shape, len(group.layers), kv_dtype, device, host_blocks=memory.host_blocks)
+            for group in config.kv_groups
+        ]
         row = blocks_for(memory.max_model_len, memory.block_size)
-        manager = BlockManager([GroupSpec(memory.num_blocks, memory.block_size, row) for _ in config.kv_groups])
+        spec = GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks)
+        manager = BlockManager([spec for _ in config.kv_groups], in_place=memory.host_blocks > 0)
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         engine = Engine(
             config, decoder, caches, manager, device,

@@ -19,7 +19,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The K/V pools. block_bytes: one block of each KV group together; each group has num_blocks blocks."""
+    """The K/V pools. block_bytes: one block of each KV group together; each group has num_blocks blocks on the device
+    and host_blocks to swap to."""
 
     block_size: int
     num_blocks: int
@@ -27,6 +28,7 @@ class MemoryPlan:
     bytes_per_token: int
     kv_dtype: StorageType
     max_model_len: int
+    host_blocks: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +36,12 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit, of all sequences together."""
+        """Tokens that fit on the device, of all sequences together."""
         return self.num_blocks * self.block_size
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_blocks * self.block_bytes
 
 
 def parse_bytes(name: str, value: int | float | str, available: int) -> int:
@@ -68,12 +74,16 @@ def plan_memory(
     max_model_len: int | None,
     available: int,
     weight_bytes: int,
+    swap_memory: int | str | None = None,
+    host_available: int | None = None,
 ) -> MemoryPlan:
     """Blocks for the K/V pools.
 
     `available`: bytes left on the device beside the weights, which take `weight_bytes`. Without `kv_memory`: room for
-    four sequences of full length, at most a quarter of what is available. OptionError for a size that holds not one
-    block or is more than there is; CapacityError if `max_model_len` is asked for and does not fit.
+    four sequences of full length, at most a quarter of what is available. `swap_memory`: of the host pool, none by
+    default; `host_available`: bytes of the host, None if they are the device's own. A sequence may lie in both pools.
+    OptionError for a size that holds not one block or is more than there is; CapacityError if `max_model_len` is asked
+    for and does not fit.
     """
     length = config.max_position if max_model_len is None else max_model_len
     if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= config.max_position:
@@ -97,13 +107,28 @@ def plan_memory(
     if not block_bytes <= budget <= available:
         raise OptionError(f"kv_memory: {budget:,} bytes: {room}")
     num_blocks = min(budget // block_bytes, MAX_FRAMES)
-    if max_model_len is not None and num_blocks < wanted:
+    left = available - num_blocks * block_bytes if host_available is None else host_available
+    host_blocks = _host_blocks(swap_memory, block_bytes, left)
+    if max_model_len is not None and num_blocks + host_blocks < wanted:
         raise CapacityError(
             f"max_model_len: {length} positions need {wanted} KV blocks of {block_bytes:,} bytes ({parts}), "
-            f"{budget:,} bytes hold {num_blocks}"
+            f"{budget:,} bytes hold {num_blocks}" + f", the host pool {host_blocks}" * bool(host_blocks)
         )
-    fits = min(length, num_blocks * block_size)
-    return MemoryPlan(block_size, num_blocks, block_bytes, bytes_per_token, kv_dtype, fits)
+    fits = min(length, (num_blocks + host_blocks) * block_size)
+    return MemoryPlan(block_size, num_blocks, block_bytes, bytes_per_token, kv_dtype, fits, host_blocks)
+
+
+def _host_blocks(swap_memory: int | str | None, block_bytes: int, available: int) -> int:
+    """Blocks of the host pool: 0 unless asked for."""
+    if swap_memory is None:
+        return 0
+    size = parse_bytes("swap_memory", swap_memory, max(0, available))
+    if not block_bytes <= size <= available:
+        raise OptionError(
+            f"swap_memory: {size:,} bytes: one KV block takes {block_bytes:,}, {max(0, available):,} are available "
+            "beside weights and K/V"
+        )
+    return min(size // block_bytes, MAX_FRAMES)
 
 
 def _block_parts(config: ModelConfig, block_size: int, kv_dtype: StorageType) -> str:

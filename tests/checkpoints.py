@@ -69,6 +69,8 @@ class NumpyDevice:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(shape, 0x7FC0 if dtype == np.uint16 else np.nan, dtype)  # bfloat16 is kept as uint16
 
+    empty_host = empty
+
     def upload(self, host: np.ndarray) -> np.ndarray:
         return np.array(host)
 

@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from cupaged.device.host_memory import host_memory
 from cupaged.kernels.interface import Array, AttentionPlan, Operations
 
 StreamName = Literal["compute", "to_host", "to_device"]
+CopyStream = Literal["to_host", "to_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,17 @@ class Event(Protocol):
         ...
 
 
+class Transfer(Event, Protocol):
+    """A copy under way. `wait` and `done` never raise: what went wrong is in `error` once it is done."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+    @property
+    def seconds(self) -> float | None:
+        """How long the copy itself took, once it is done, where the device can tell."""
+        ...
+
+
 class Capture(Protocol):
     """Operations recorded on preallocated buffers. `replay` runs them on whatever those buffers hold now."""
 
@@ -49,6 +62,7 @@ class Device(ABC):
     kind: str  # "cpu" or "cuda"
     name: str  # for people: processor or card
     k_transposed: bool  # the order of K inside a block that this device's kernels like best
+    unified: bool  # its memory is the host's: kernels read host blocks as fast as their own
 
     @property
     @abstractmethod
@@ -57,6 +71,16 @@ class Device(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Uninitialised array in the device's memory, aligned to 64 bytes."""
+
+    @abstractmethod
+    def empty_host(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialised host memory that kernels can read and that copies run from and to beside other work (pinned,
+        on a GPU), aligned to 64 bytes."""
+
+    @abstractmethod
+    def copy(self, stream: CopyStream, pairs: Sequence[tuple[Array, Array]]) -> Transfer:
+        """Copy (source, destination) pairs of flat arrays of equal type and size, between device memory and that of
+        `empty_host`, behind all work issued on the stream. Returns at once."""
 
     @abstractmethod
     def upload(self, host: Array, out: Array | None = None) -> Array:
@@ -87,6 +111,10 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...
+
+    def host_memory(self) -> MemoryInfo:
+        """Bytes of the host's memory: what `empty_host` takes from."""
+        return MemoryInfo(*host_memory())
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""The CPU as a device: NumPy memory, Numba kernels, a team of threads. Work is done when a call returns."""
+"""The CPU as a device: NumPy memory, Numba kernels, a team of threads. Compute is done when a call returns; copies
+between the block pools are done by a thread for each direction."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.device.base import Device, Event, MemoryInfo, ProgressCallback, StreamName
+from cupaged.device.base import CopyStream, Device, Event, MemoryInfo, ProgressCallback, StreamName
+from cupaged.device.host_memory import host_memory
+from cupaged.device.host_stream import HostStream, HostTransfer
 from cupaged.errors import OptionError
+from cupaged.kernels.cpu.arrays import aligned
 from cupaged.kernels.cpu.executor import Records, Team
 from cupaged.kernels.cpu.library import load_library
-from cupaged.kernels.cpu.operations import CpuOperations, aligned
+from cupaged.kernels.cpu.operations import CpuOperations
 from cupaged.kernels.interface import Array, AttentionPlan, Operations
 
 MAX_THREADS = 256
 
 
 class _Done:
-    """The event of a device that never lags behind."""
+    """The event of a stream that never lags behind."""
 
     def done(self) -> bool:
         return True
@@ -50,6 +54,7 @@ class CpuDevice(Device):
     """`threads`: None for the processors this process may use. `progress(done, total)` while kernels are compiled."""
 
     kind = "cpu"
+    unified = True
     k_transposed = True  # one dim of 16 tokens is a vector: scores need no sums across lanes
 
     def __init__(self, threads: int | None = None, progress: ProgressCallback | None = None) -> None:
@@ -60,6 +65,7 @@ class CpuDevice(Device):
         self.name = processor_name()
         self.team = Team(load_library(progress), self.threads)
         self._ops = CpuOperations(self.team)
+        self._copies = {"to_host": HostStream("to-host"), "to_device": HostStream("to-device")}
 
     @property
     def ops(self) -> Operations:
@@ -67,6 +73,12 @@ class CpuDevice(Device):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return aligned(int(np.prod(shape, dtype=np.int64)), dtype).reshape(shape)
+
+    def empty_host(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.empty(shape, dtype)
+
+    def copy(self, stream: CopyStream, pairs: Sequence[tuple[Array, Array]]) -> HostTransfer:
+        return self._copies[stream].copy(pairs)
 
     def upload(self, host: Array, out: Array | None = None) -> Array:
         if out is None:
@@ -78,13 +90,17 @@ class CpuDevice(Device):
         return array
 
     def record(self, stream: StreamName = "compute") -> Event:
-        return _Done()
+        return _Done() if stream == "compute" else self._copies[stream].record()
 
     def wait(self, stream: StreamName, event: Event) -> None:
-        event.wait()
+        if stream == "compute":
+            event.wait()
+        else:
+            self._copies[stream].wait(event)
 
     def synchronize(self) -> None:
-        return None
+        for stream in self._copies.values():
+            stream.synchronize()
 
     @contextmanager
     def capture(self, plans: Sequence[AttentionPlan] = ()) -> Iterator[CpuCapture]:
@@ -100,6 +116,8 @@ class CpuDevice(Device):
         return MemoryInfo(*host_memory())
 
     def close(self) -> None:
+        for stream in self._copies.values():
+            stream.close()
         self.team.close()
 
 
@@ -116,29 +134,6 @@ def usable_processors() -> int:
     except (OSError, ValueError):
         pass
     return min(count, MAX_THREADS)
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of memory, a container's limit counted."""
-    total = available = 0
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key == "MemTotal":
-                total = int(rest.split()[0]) * 1024
-            elif key == "MemAvailable":
-                available = int(rest.split()[0]) * 1024
-    except (OSError, ValueError):
-        total = available = 8 << 30  # not Linux: a guess that lets a small model run
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            total = min(total, int(limit))
-            available = min(available, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return total, available
 
 
 def processor_name() -> str:

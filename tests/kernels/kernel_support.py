@@ -28,6 +28,8 @@ class NumpyDevice:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)
 
+    empty_host = empty
+
 
 class ArraySource:
     """A weight as a file would give it."""
