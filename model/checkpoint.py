@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from cupaged.model.gguf_model import gguf_config, gguf_weights, in_hub_order
 from cupaged.model.hub_model import hub_config
 from cupaged.model.quants import format_of
 from cupaged.model.safetensors_file import open_folder
-from cupaged.model.weights import StoredWeight
+from cupaged.model.weights import StoredWeight, release
 
 _COMPARED_ROWS = 4096
 _MAX_PROBLEMS = 200  # far above what a wrong model gives; a hostile file may hold a million strangers
@@ -114,7 +115,9 @@ def _open_hub(folder: Path) -> Checkpoint:
     config = hub_config(metadata["config.json"], metadata.get("generation_config.json"), str(folder / "config.json"))
     files = open_folder(folder)
     stored = {
-        name: StoredWeight(name, file.tensors[name].shape, file.tensors[name].dtype, file.raw(name))
+        name: StoredWeight(
+            name, file.tensors[name].shape, file.tensors[name].dtype, file.raw(name), partial(file.drop, name)
+        )
         for name, file in files.items()
     }
     config = _settle_head(config, stored, folder)
@@ -141,7 +144,11 @@ def _settle_head(config: ModelConfig, stored: dict[str, StoredWeight], folder: P
     head, embed = stored.get(name), stored.get(HUB_NAMES.file_name("embed.weight"))
     if not config.tied_head or head is None:
         return config
-    if embed is not None and _same(head, embed):
+    same = embed is not None and _same(head, embed)
+    for weight in (head, embed):
+        if weight is not None:
+            release(weight)  # all of both may have been looked at
+    if same:
         del stored[name]
         return config
     warnings.warn(

@@ -22,7 +22,7 @@ import numpy as np
 from cupaged.errors import ModelFileError
 from cupaged.model.config_values import countable, quote
 from cupaged.model.gguf_split import check_tensors, joined_metadata, part_paths
-from cupaged.model.regular_file import map_regular
+from cupaged.model.regular_file import drop_pages, map_regular
 
 # Tensor types by number: name, values a block, bytes a block (ggml.h, ggml-common.h). Numbers that ggml has retired
 # (4, 5, 31-33, 36-38) are unknown here as there. Which of them can be used as weights is the affair of quants.py.
@@ -117,6 +117,11 @@ class GGUFFile:
         data = np.frombuffer(self._maps[name], np.uint8, tensor.nbytes, tensor.offset)
         rows = math.prod(tensor.shape[:-1])
         return data.reshape(rows, tensor.nbytes // rows) if rows else data.reshape(0, 0)
+
+    def drop(self, name: str) -> None:
+        """Let go of the memory that looking at `raw(name)` has taken; what is looked at again is read again."""
+        tensor = self.tensors[name]
+        drop_pages(self._maps[name], tensor.offset, tensor.nbytes)
 
 
 class _Part:

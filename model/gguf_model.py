@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def gguf_weights(file: GGUFFile, config: ModelConfig) -> tuple[dict[str, StoredW
     The tensor of rotary divisors is left out: `gguf_config` has read it.
     """
     stored = {
-        name: StoredWeight(name, tensor.shape, tensor.dtype, file.raw(name))
+        name: StoredWeight(name, tensor.shape, tensor.dtype, file.raw(name), partial(file.drop, name))
         for name, tensor in file.tensors.items()
         if name != _ROPE_DIVISORS
     }

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cupaged.kernels.interface import Array, Matrix, Operations, StorageType, WeightSource
+from cupaged.kernels.interface import (
+    STORAGE_BYTES,
+    Array,
+    Matrix,
+    Operations,
+    WeightSource,
+    WeightType,
+    kept_type,
+    packed_bytes,
+)
 from cupaged.model.config import ModelConfig
-from cupaged.model.weights import concat_rows
+from cupaged.model.quants import FORMATS
+from cupaged.model.weights import concat_rows, release
 
 Progress = Callable[[int, int], None]
 
@@ -48,16 +59,39 @@ class Parameters:
         return sum(matrix.nbytes for matrix in matrices)
 
 
+def weight_type(tensors: Mapping[str, WeightSource], stored_dtype: str) -> WeightType:
+    """What dtype "auto" stands for: quantised if a matrix is stored so, else the precision that most weights have."""
+    if any(len(source.shape) == 2 and FORMATS[source.dtype].block > 1 for source in tensors.values()):
+        return "quantised"
+    stored: dict[str, WeightType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return stored[stored_dtype]
+
+
+def kept_bytes(tensors: Mapping[str, WeightSource], dtype: WeightType) -> dict[str, int]:
+    """Bytes that the weights take in memory as `dtype`, by what they are kept as: {"Q4_1": 81000000, ...}.
+
+    Norms and biases, which are always float32, are left out.
+    """
+    kept: Counter[str] = Counter()
+    for source in tensors.values():
+        if len(source.shape) == 2:
+            rows, columns = source.shape
+            kind = dtype if dtype in STORAGE_BYTES else kept_type(source.dtype, columns)
+            kept[kind] += packed_bytes(kind, rows, columns)
+    return dict(kept.most_common())
+
+
 def load_parameters(
     config: ModelConfig,
     tensors: Mapping[str, WeightSource],
     ops: Operations,
-    dtype: StorageType,
+    dtype: WeightType,
     progress: Progress | None = None,
 ) -> Parameters:
     """Read, convert and pack every weight. `tensors` has the canonical names of `checkpoint.expected_parameters`.
 
-    Matrices are stored as `dtype`, norms and biases as float32. `progress(done, total)` counts layers and the two ends.
+    Matrices are kept as `dtype`, norms and biases as float32. A matrix's pages of the file are let go as soon as it is
+    packed. `progress(done, total)` counts layers and the two ends.
     """
     total = config.num_layers + 2
 
@@ -74,7 +108,12 @@ def load_parameters(
     def matrix(prefix: str, *parts: str) -> Matrix:
         source = joined(prefix, parts, "weight")
         assert source is not None  # the checkpoint was matched to expected_parameters when it was opened
-        return ops.matrix(source, dtype)
+        return pack(source)
+
+    def pack(source: WeightSource) -> Matrix:
+        packed = ops.matrix(source, dtype)
+        release(source)
+        return packed
 
     def bias(prefix: str, *parts: str) -> Array | None:
         source = joined(prefix, parts, "bias")
@@ -85,7 +124,7 @@ def load_parameters(
             progress(done, total)
 
     report(0)
-    embed = ops.matrix(tensors["embed.weight"], dtype)
+    embed = pack(tensors["embed.weight"])
     layers = []
     for index in range(config.num_layers):
         report(1 + index)
@@ -107,7 +146,7 @@ def load_parameters(
             )
         )
     report(1 + config.num_layers)
-    head = embed if config.tied_head else ops.matrix(tensors["head.weight"], dtype)
+    head = embed if config.tied_head else pack(tensors["head.weight"])
     parameters = Parameters(embed, tuple(layers), needed("final_norm.weight"), head)
     report(total)
     return parameters

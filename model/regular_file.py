@@ -73,6 +73,17 @@ def map_regular(path: str | Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
 
+def drop_pages(data: mmap.mmap | bytes, start: int, count: int) -> None:
+    """Let go of the memory behind `count` bytes of a map; they are read from the file again when they are looked at.
+
+    Without effect where the system does not take such advice.
+    """
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None and count and isinstance(data, mmap.mmap):
+        data.madvise(advice, first, start + count - first)
+
+
 def _without_waiting(path: str, flags: int) -> int:
     # A pipe that took the file's place after the first look would otherwise wait for a writer.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

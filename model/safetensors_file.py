@@ -20,7 +20,7 @@ import numpy as np
 
 from cupaged.errors import ModelFileError, UnsupportedModelError
 from cupaged.model.config_values import NOT_THERE, absence, countable, quote, read_json
-from cupaged.model.regular_file import map_regular
+from cupaged.model.regular_file import drop_pages, map_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -81,6 +81,11 @@ class SafetensorsFile:
         data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
         rows = math.prod(tensor.shape[:-1])
         return data.reshape(rows, tensor.nbytes // rows) if rows else data.reshape(0, 0)
+
+    def drop(self, name: str) -> None:
+        """Let go of the memory that looking at `raw(name)` has taken; what is looked at again is read again."""
+        tensor = self.tensors[name]
+        drop_pages(self._map, tensor.offset, tensor.nbytes)
 
     def array(self, name: str) -> np.ndarray:
         """A read-only view in the file's own precision and shape: F32 as float32, F16 as float16, and BF16 as uint16,

@@ -1,30 +1,41 @@
 """Weights as they lie in a file, read row by row: the implementations of `kernels.interface.WeightSource`.
 
-Nothing is read before `float32` is called, and then only the pages of the rows asked for: the files are memory-mapped.
+Nothing is read before `float32` or `blocks` is called, and then only the pages of the rows asked for: the files are
+memory-mapped. `release` gives those pages back: a file and the matrices made of it are never in memory together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cupaged.kernels.interface import WeightSource
+from cupaged.errors import OptionError
+from cupaged.kernels.interface import QUANT_BLOCK, WeightSource
+from cupaged.model.quantise import quantise
 from cupaged.model.quants import FORMATS, dequantise
-from cupaged.model.quants_blocks import Float32
+from cupaged.model.quants_blocks import Bytes, Float32
+
+_SLICE = 1 << 18  # values narrowed at a time: the arrays in between stay in the processor's cache
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A tensor of a file. shape: (rows, columns), or (elements,) for a vector; `raw`: read-only view of its stored
-    bytes, uint8 [rows, row bytes] (a vector is one row); `name` is the file's own."""
+    bytes, uint8 [rows, row bytes] (a vector is one row); `name` is the file's own; `drop` lets go of the memory behind
+    `raw`, which is read from the file again when it is looked at again."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     raw: Any
+    drop: Callable[[], None] = _nothing
 
     @property
     def nbytes(self) -> int:
@@ -133,11 +144,77 @@ class ConcatenatedRows:
         return tuple(part for source in self.sources for part in source.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A float matrix [rows, columns] as rows of `dtype`, "Q8_0" or "Q4_0"; columns are a multiple of 32."""
+
+    source: WeightSource
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def blocks(self, start: int, stop: int) -> Bytes:
+        """Rows start..stop as new uint8 [stop - start, row bytes]."""
+        _check_range(self, start, stop)
+        columns = self.shape[1]
+        out = np.empty((stop - start, FORMATS[self.dtype].row_bytes(columns)), np.uint8)
+        step = max(1, _SLICE // columns)
+        for first in range(start, stop, step):
+            last = min(stop, first + step)
+            out[first - start : last - start] = quantise(self.dtype, self.source.float32(first, last))
+        return out
+
+    def float32(self, start: int, stop: int) -> Float32:
+        """What the narrowed rows are worth."""
+        return dequantise(self.dtype, self.blocks(start, stop))
+
+    @property
+    def parts(self) -> tuple[WeightSource, ...]:
+        return (self,)
+
+
 def concat_rows(sources: Sequence[WeightSource]) -> WeightSource:
     """One source of the rows of `sources`, in order; their shapes must agree but for the rows (ValueError)."""
     if not sources or any(source.shape[1:] != sources[0].shape[1:] for source in sources):
         raise ValueError(f"concat_rows: shapes {[source.shape for source in sources]} do not share their columns")
     return ConcatenatedRows(tuple(sources))
+
+
+def quantised_tensors(
+    tensors: Mapping[str, WeightSource], kind: str, where: str
+) -> tuple[dict[str, WeightSource], list[str]]:
+    """(the matrices narrowed to `kind`, "Q8_0" or "Q4_0"; names of those kept as they are: rows are no whole blocks).
+
+    Vectors stay as they are. OptionError, naming `where`, if a matrix is quantised already.
+    """
+    narrowed: dict[str, WeightSource] = dict(tensors)
+    left: list[str] = []
+    for name, source in tensors.items():
+        if len(source.shape) == 1:
+            continue
+        if FORMATS[source.dtype].block > 1:
+            raise OptionError(
+                f"quantize: {name} of {where} is {source.dtype}, quantised already; only weights in F32, F16 or BF16 "
+                "can be quantised"
+            )
+        if source.shape[1] % QUANT_BLOCK:
+            left.append(name)
+        else:
+            narrowed[name] = QuantisedWeight(source, kind)
+    return narrowed, left
+
+
+def release(source: WeightSource) -> None:
+    """Let go of the memory that reading a weight has taken: pages of its file, which are read again when needed."""
+    if isinstance(source, StoredWeight):
+        source.drop()
+    elif isinstance(source, (UnpermutedHeads, QuantisedWeight)):
+        release(source.source)
+    elif isinstance(source, ConcatenatedRows):
+        for part in source.sources:
+            release(part)
 
 
 def _check_range(source: WeightSource, start: int, stop: int) -> None:
