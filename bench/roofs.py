@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupaged.kernels.cpu.arrays import address, aligned
 from cupaged.kernels.cpu.executor import Team
-from cupaged.kernels.cpu.operations import address, aligned
 
 _CHUNK = 1 << 20  # bytes a chunk reads
 _ROUNDS = 20_000

@@ -7,19 +7,22 @@ internal and is dropped. It is then compiled once more as position-independent c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from cupaged.kernels.cpu.processor import target
 
-def compile_kernels(progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (name, symbol, object code) of every kernel. `progress(done, total)` is called as they come."""
+
+def compile_kernels(
+    groups: Sequence[str], progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (name, symbol, object code) of every kernel of some groups. `progress(done, total)`: as they come."""
     import llvmlite.binding as llvm
 
     from cupaged.kernels.cpu import catalog
 
     machine = target_machine()
-    table = catalog.kernels(progress)
-    for name, function in table:
+    for name, function in catalog.kernels(groups, progress):
         (overload,) = function.overloads.values()
         module = llvm.parse_assembly(overload.library.get_llvm_str())
         keep = overload.fndesc.llvm_func_name
@@ -38,14 +41,14 @@ def compile_kernels(progress: Callable[[int, int], None] | None = None) -> Itera
 
 
 def target_machine() -> Any:
-    """This processor, as LLVM sees it, for position-independent code."""
+    """This processor, or the lesser one that was asked for (processor.py), for position-independent code."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=target().name,
+        features=target().flags,
         opt=3,
         reloc="pic",
         codemodel="small",

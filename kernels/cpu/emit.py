@@ -14,11 +14,11 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from cupaged.kernels.cpu.processor import target
 from cupaged.kernels.interface import STORAGE_BYTES
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -26,11 +26,10 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 LANES = 16
 VF, VI, VH, VS = (ir.VectorType(t, LANES) for t in (F32, I32, F16, I16))
 
-_features = llvm.get_host_cpu_features()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # Without these instructions LLVM would call a compiler-runtime function that no process has at hand: convert by hand.
-HALF_NATIVE = bool(_features.get("f16c") or _features.get("avx512f") or not X86)
-WIDE = bool(_features.get("avx512f"))  # 32 registers of 16 lanes: tiles of 6 rows fit
+HALF_NATIVE = target().half
+WIDE = target().wide  # 32 registers of 16 lanes: tiles of 6 rows fit
 
 
 def like(ty: Any, value: float | int) -> Any:

@@ -13,41 +13,89 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_FORMAT = 1
+from cupaged.kernels.cpu.catalog import BASIC, GROUP_OF
+from cupaged.kernels.cpu.processor import target
+
+_FORMAT = 2
 _lock = threading.Lock()
 _loaded: KernelLibrary | None = None
 
 Progress = Callable[[int, int], None]
 
 
+class _Addresses(dict[str, int]):
+    """name -> address of a kernel; a name not seen before brings its group in."""
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
+
+    def __missing__(self, name: str) -> int:
+        group = GROUP_OF.get(name)
+        if group is None:
+            raise RuntimeError(f"there is no kernel {name}")
+        self._library.require([group])
+        return self[name]
+
+
 class KernelLibrary:
-    """Addresses of the native kernels. `addresses[name]`; `call` runs a three-argument kernel, without the GIL."""
+    """Addresses of the native kernels. `addresses[name]`; `call` runs a three-argument kernel, without the GIL.
 
-    def __init__(self, objects: list[tuple[str, str, bytes]]) -> None:
-        import llvmlite.binding as llvm
+    Groups of kernels are loaded when first asked for; `require` brings several in at once, compiled in one go with
+    `progress(done, total)` where they are not in the cache.
+    """
 
-        from cupaged.kernels.cpu.compile import target_machine
-
-        # MCJIT links object files in memory: no linker and no shared object on disk is needed.
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-        for _, _, code in objects:
-            self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        self.addresses = {name: self._engine.get_function_address(symbol) for name, symbol, _ in objects}
-        missing = [name for name, address in self.addresses.items() if not address]
-        if missing:
-            raise RuntimeError(f"kernels without an address: {', '.join(missing)}")
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.addresses = _Addresses(self)
+        self._progress = progress
+        self._lock = threading.RLock()
+        self._groups: set[str] = set()
+        self._engines: list[Any] = []
         i64 = ctypes.c_int64
         # Numba's native form: int32 f(void *result, void **error, arguments); both pointers stay untouched here.
         self._type = ctypes.CFUNCTYPE(ctypes.c_int32, i64, i64, i64, i64, i64)
         self._scratch = ctypes.create_string_buffer(16)
         self._result = ctypes.addressof(self._scratch)
         self._functions: dict[str, Any] = {}
+
+    def require(self, groups: Iterable[str], progress: Progress | None = None) -> None:
+        """Load these groups (names of `catalog.MEMBERS`) if they are not yet."""
+        with self._lock:
+            wanted = [group for group in dict.fromkeys(groups) if group not in self._groups]
+            objects, missing = [], []
+            for group in wanted:
+                found = _kept(group)
+                if found is None:
+                    missing.append(group)
+                else:
+                    objects += found
+            if missing:
+                objects += _compiled(missing, progress or self._progress)
+            if objects:
+                self._link(objects)
+            self._groups.update(wanted)
+
+    def _link(self, objects: list[tuple[str, str, bytes]]) -> None:
+        import llvmlite.binding as llvm
+
+        from cupaged.kernels.cpu.compile import target_machine
+
+        # MCJIT links object files in memory: no linker and no shared object on disk is needed.
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+        for _, _, code in objects:
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        found = {name: engine.get_function_address(symbol) for name, symbol, _ in objects}
+        missing = [name for name, address in found.items() if not address]
+        if missing:
+            raise RuntimeError(f"kernels without an address: {', '.join(missing)}")
+        self._engines.append(engine)
+        self.addresses.update(found)
 
     def call(self, name: str, a: int, b: int = 0, c: int = 0) -> None:
         function = self._functions.get(name)
@@ -81,16 +129,14 @@ def _version(package: str) -> str:
     return version(package)
 
 
+@lru_cache(1)
 def _key() -> str:
     """Hash of all that the object code depends on."""
-    import llvmlite.binding as llvm
-
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for source in [*sorted(here.glob("*.py")), here.parent / "interface.py"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    facts = (_FORMAT, _version("numba"), _version("llvmlite"), llvm.get_host_cpu_name())
-    digest.update(repr((facts, sorted(llvm.get_host_cpu_features().items()))).encode())
+    digest.update(repr((_FORMAT, _version("numba"), _version("llvmlite"), target().name, target().flags)).encode())
     return digest.hexdigest()[:32]
 
 
@@ -152,20 +198,31 @@ def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
     return _read(path) is not None
 
 
+def _paths(group: str) -> list[Path]:
+    return [folder / f"cpu-{_key()}-{group}.bin" for folder in cache_folders()]
+
+
+def _kept(group: str) -> list[tuple[str, str, bytes]] | None:
+    """A group's objects from the first cache folder that has them."""
+    return next((found for found in map(_read, _paths(group)) if found is not None), None)
+
+
+def _compiled(groups: list[str], progress: Progress | None) -> list[tuple[str, str, bytes]]:
+    """Some groups' objects, compiled, and kept in the first cache folder that can be written."""
+    from cupaged.kernels.cpu.compile import compile_kernels
+
+    objects = list(compile_kernels(groups, progress))
+    for group in groups:
+        members = [item for item in objects if GROUP_OF[item[0]] == group]
+        any(_write(path, members) for path in _paths(group))
+    return objects
+
+
 def load_library(progress: Progress | None = None) -> KernelLibrary:
-    """The kernels of this process, loaded once. `progress(done, total)` is called while kernels are compiled."""
+    """The kernels of this process, one library for all. `progress(done, total)` is called while some are compiled."""
     global _loaded
     with _lock:
         if _loaded is None:
-            name = f"cpu-{_key()}.bin"
-            paths = [folder / name for folder in cache_folders()]
-            objects = next((found for found in map(_read, paths) if found is not None), None)
-            if objects is None:
-                from cupaged.kernels.cpu.compile import compile_kernels
-
-                objects = list(compile_kernels(progress))
-                for path in paths:
-                    if _write(path, objects):
-                        break
-            _loaded = KernelLibrary(objects)
-        return _loaded
+            _loaded = KernelLibrary(progress)
+    _loaded.require([BASIC], progress)
+    return _loaded

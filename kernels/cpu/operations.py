@@ -6,19 +6,21 @@ data itself, so that a step can be captured and run again.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.arguments import check_attention
+from cupaged.kernels.cpu.arrays import address, contiguous, float_bits, row_address
+from cupaged.kernels.cpu.arrays import aligned as aligned
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
+from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, make_plan, max_rows, scratch_floats, state_floats
+from cupaged.kernels.cpu.quant_layout import MB, X_RECORD
 from cupaged.kernels.interface import (
+    QUANT_BLOCK,
+    QUANT_PANEL,
     STORAGE_BYTES,
     Activation,
     Array,
@@ -26,13 +28,12 @@ from cupaged.kernels.interface import (
     KVView,
     Matrix,
     SampleRows,
-    StorageType,
     WeightSource,
+    WeightType,
 )
 from cupaged.kernels.philox import uniform_rows
 
-PANEL = 64
-_MATMUL_SCRATCH = 240 * PANEL * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
+_MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
 _SAMPLE_BUCKETS = 2048
 _ROWS_A_CHUNK = 240
 # Words of an attention record that depend on the plan: two before the arguments, then `attention.FIELDS` in order.
@@ -41,59 +42,8 @@ _STATES = 2 + 6
 _TABLES = 2 + 9
 _TABLE_STRIDE = 2 + 10
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-_STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 GREEDY_BELOW = 1e-5  # sampling.GREEDY_BELOW
 _LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """Weights in panels [ceil(rows/64)][cols][64] of `dtype` (bfloat16 as uint16); see gemm.py."""
-
-    rows: int
-    cols: int
-    dtype: StorageType
-    panels: Array
-    address: int
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.panels.nbytes)
-
-
-def float_bits(x: float) -> int:
-    """The bits of x as float32: how scalars travel in an operation record."""
-    return int(struct.unpack("<i", struct.pack("<f", x))[0])
-
-
-def aligned(count: int, dtype: Any) -> Array:
-    """An uninitialised flat array aligned to 64 bytes."""
-    item = np.dtype(dtype).itemsize
-    raw = np.empty(count * item + 64, np.uint8)
-    skip = -address(raw) % 64
-    return raw[skip : skip + count * item].view(dtype)
-
-
-def address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _rows(name: str, x: Array, dtype: type = np.float32) -> tuple[int, int]:
-    """(address, row stride in bytes) of an array whose rows x[i] are contiguous."""
-    if x.dtype != dtype:
-        raise KernelError(f"{name}: dtype {x.dtype}, expected {np.dtype(dtype).name}")
-    inner = x.itemsize
-    for size, stride in zip(x.shape[:0:-1], x.strides[:0:-1], strict=True):
-        if stride != inner and size > 1 and x.size:
-            raise KernelError(f"{name}: the elements of a row are not contiguous (strides {x.strides})")
-        inner *= size
-    return address(x), (x.strides[0] if x.shape[0] > 1 and x.size else inner)
-
-
-def _contiguous(name: str, x: Array, dtype: type = np.float32) -> int:
-    if x.dtype != dtype or not x.flags.c_contiguous:
-        raise KernelError(f"{name}: expected a contiguous {np.dtype(dtype).name} array, got {x.dtype} {x.strides}")
-    return address(x)
 
 
 class CpuOperations:
@@ -121,26 +71,8 @@ class CpuOperations:
 
     # -- weights
 
-    def matrix(self, source: WeightSource, dtype: StorageType) -> PackedMatrix:
-        rows, cols = source.shape
-        panels = -(-rows // PANEL)
-        store = aligned(panels * cols * PANEL, _STORAGE[dtype])
-        base, panel_bytes = address(store), cols * PANEL * STORAGE_BYTES[dtype]
-        kernel = self.team.library.addresses[f"pack_{dtype}"]
-        step = max(1, (1 << 18) // max(1, cols * PANEL)) * PANEL  # about 1 MiB of float32 at a time
-
-        def pack(start: int) -> None:
-            stop = min(rows, start + step)
-            block = np.ascontiguousarray(source.float32(start, stop), np.float32)
-            records = Records(-(-(stop - start) // PANEL))
-            for row in range(start, stop, PANEL):
-                arguments = (address(block) + (row - start) * cols * 4, base + row // PANEL * panel_bytes)
-                records.append(kernel, 1, (*arguments, min(PANEL, stop - row), cols))
-                self.team.library.call("run_alone", records.address + (records.count - 1) * 256)
-
-        with ThreadPoolExecutor(self.team.threads) as pool:
-            list(pool.map(pack, range(0, rows, step)))
-        return PackedMatrix(rows, cols, dtype, store, base)
+    def matrix(self, source: WeightSource, dtype: WeightType) -> PackedMatrix | JoinedMatrix:
+        return pack(self.team, source, dtype)
 
     def vector(self, source: WeightSource) -> Array:
         values = aligned(source.shape[0], np.float32)
@@ -150,66 +82,92 @@ class CpuOperations:
     # -- dense
 
     def embed(self, ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
-        packed = _packed("table", table)
-        ids_at, out_at = _contiguous("ids", ids, np.int32), _contiguous("out", out)
+        parts = parts_of("table", table)
+        if len(parts) != 1:
+            raise KernelError("table: its rows are of several types")
+        packed = parts[0]
+        ids_at, out_at = contiguous("ids", ids, np.int32), contiguous("out", out)
         arguments = (ids_at, packed.address, out_at, packed.cols, float_bits(scale))
-        self.team.launch(f"embed_{packed.dtype}", len(ids), *arguments)
+        kernel = f"embed_{packed.dtype}" if packed.layout is None else f"quant_embed_{packed.layout}"
+        self.team.launch(kernel, len(ids), *arguments)
 
     def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
-        packed = _packed("weight", weight)
+        parts = parts_of("weight", weight)
         if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
             raise KernelError(f"matmul: {x.shape} by {weight.rows}x{weight.cols} into {out.shape}")
-        (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
-        count, panels = x.shape[0], -(-weight.rows // PANEL)
+        (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
+        bias_at = 0 if bias is None else contiguous("bias", bias)
+        quantised = (0, 0)
+        if any(part.layout for part in parts):
+            quantised = self._quantise(x_at, x_stride, *x.shape)
+        for part in parts:
+            inputs = quantised if part.layout else (x_at, x_stride)
+            self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at)
+            out_at += 4 * part.rows
+            bias_at += 4 * part.rows if bias is not None else 0
+
+    def _quantise(self, x: int, stride: int, rows: int, cols: int) -> tuple[int, int]:
+        """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
+        record_bytes = cols // QUANT_BLOCK * X_RECORD
+        records = self._scratch_address("inputs", rows * record_bytes)
+        step = max(1, min(16, rows // (4 * self.team.threads)))
+        self.team.launch("quantise_rows", -(-rows // step), x, stride, cols, records, rows, step)
+        return records, record_bytes
+
+    def _product(
+        self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int
+    ) -> None:
+        panel, rows_a_chunk = (PANEL, _ROWS_A_CHUNK) if part.layout is None else (QUANT_PANEL, MB)
+        panels = -(-part.rows // panel)
         # Work for every thread several times over; with many rows, panels alone may be too few.
-        panels_a_chunk = max(1, panels // 16)
-        rows_a_chunk = _ROWS_A_CHUNK if panels >= 8 else 48
-        chunks = -(-panels // panels_a_chunk) * -(-count // rows_a_chunk)
+        panels_a_chunk = max(1, panels // max(16, 4 * self.team.threads))
+        if panels < 8:
+            rows_a_chunk = 48
         self.team.launch(
-            f"matmul_{packed.dtype}", chunks,
-            packed.address, x_at, out_at, count, packed.rows, packed.cols, x_stride, out_stride,
-            panels_a_chunk, rows_a_chunk, self._scratch_address("matmul", 0),
-            0 if bias is None else _contiguous("bias", bias),
+            f"matmul_{part.dtype}" if part.layout is None else f"quant_matmul_{part.layout}",
+            -(-panels // panels_a_chunk) * -(-count // rows_a_chunk),
+            part.address, x, out, count, part.rows, part.cols, x_stride, out_stride,
+            panels_a_chunk, rows_a_chunk, self._scratch_address("matmul", 0), bias,
         )  # fmt: skip
 
     # -- elementwise
 
     def take_rows(self, x: Array, rows: Array, out: Array) -> None:
-        arguments = (_contiguous("x", x), _contiguous("rows", rows, np.int32), _contiguous("out", out), out.shape[1])
+        arguments = (contiguous("x", x), contiguous("rows", rows, np.int32), contiguous("out", out), out.shape[1])
         self.team.launch("take_rows", len(out), *arguments)
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, residual: Array | None = None) -> None:
-        (x_at, x_stride), (out_at, out_stride) = _rows("x", x), _rows("out", out)
-        residual_at = 0 if residual is None else _contiguous("residual", residual)
-        arguments = (x_at, _contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
+        (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
+        residual_at = 0 if residual is None else contiguous("residual", residual)
+        arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
         self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
-        x_at, stride = _rows("x", x)
-        weight_at = _contiguous("weight", weight)
+        x_at, stride = row_address("x", x)
+        weight_at = contiguous("weight", weight)
         self.team.launch("head_norm", x.shape[0], x_at, weight_at, x.shape[1], x.shape[2], float_bits(eps), stride)
 
     def rope(self, x: Array, positions: Array, table: Array) -> None:
-        x_at, stride = _rows("x", x)
-        tables = (_contiguous("positions", positions, np.int32), _contiguous("table", table))
+        x_at, stride = row_address("x", x)
+        tables = (contiguous("positions", positions, np.int32), contiguous("table", table))
         self.team.launch("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
 
     def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
-        arguments = (_contiguous("gate_up", gate_up), _contiguous("out", out), out.shape[1], _KINDS[activation])
+        arguments = (contiguous("gate_up", gate_up), contiguous("out", out), out.shape[1], _KINDS[activation])
         self.team.launch("gated_activation", out.shape[0], *arguments)
 
     def add(self, x: Array, y: Array) -> None:
         size = 4096
-        self.team.launch("add", -(-x.size // size), _contiguous("x", x), _contiguous("y", y), size, x.size)
+        self.team.launch("add", -(-x.size // size), contiguous("x", x), contiguous("y", y), size, x.size)
 
     # -- K/V
 
     def write_kv(self, key: Array, value: Array, cache: KVView, layer: int, slots: Array) -> None:
-        (key_at, key_stride), (value_at, value_stride) = _rows("key", key), _rows("value", value)
+        (key_at, key_stride), (value_at, value_stride) = row_address("key", key), row_address("value", value)
         k_row, k_column = _k_strides(cache)
         self.team.launch(
             f"write_kv_{cache.dtype}", key.shape[0],
-            key_at, value_at, key_stride, value_stride, _contiguous("slots", slots, np.int64), address(cache.pools[0]),
+            key_at, value_at, key_stride, value_stride, contiguous("slots", slots, np.int64), address(cache.pools[0]),
             cache.num_kv_heads, cache.head_dim, cache.block_size, cache.block_stride, layer * cache.layer_stride,
             cache.kv_stride, cache.head_stride, k_row, k_column,
         )  # fmt: skip
@@ -244,7 +202,7 @@ class CpuOperations:
             raise KernelError(f"query: shape {query.shape}, for {plan.num_tokens} tokens and out {out.shape}")
         if plan.num_tokens == 0:
             return
-        (query_at, query_stride), (out_at, out_stride) = _rows("query", query), _rows("out", out)
+        (query_at, query_stride), (out_at, out_stride) = row_address("query", query), row_address("out", out)
         group, rows = heads // cache.num_kv_heads, max_rows(heads // cache.num_kv_heads)
         states = self._states(plan, heads, dim)
         scratch_bytes = scratch_floats(dim, rows) * 4
@@ -266,7 +224,7 @@ class CpuOperations:
         self.team.launch(
             "attention_merge", plan.num_tokens,
             states, plan.addresses[2], plan.addresses[3], heads, dim, out_at, out_stride,
-            0 if sinks is None else _contiguous("sinks", sinks),
+            0 if sinks is None else contiguous("sinks", sinks),
         )  # fmt: skip
 
     def _states(self, plan: CpuAttentionPlan, heads: int, head_dim: int) -> int:
@@ -314,15 +272,9 @@ class CpuOperations:
         out = np.empty(count, np.int64)
         scratch_bytes = (size + _SAMPLE_BUCKETS) * 8
         scratch = self._scratch_address("sample", scratch_bytes * self.team.threads)
-        arguments = (_contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
+        arguments = (contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
         self.team.launch("sample", count, *arguments)
         return [int(token) for token in out]
-
-
-def _packed(name: str, weight: Matrix) -> PackedMatrix:
-    if not isinstance(weight, PackedMatrix):
-        raise KernelError(f"{name}: a {type(weight).__name__} was packed for another set of kernels")
-    return weight
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:

@@ -32,15 +32,15 @@ def python(code: str, env: dict[str, str], timeout: float = 120) -> str:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Path:
-    """The file of compiled kernels that this process uses; compiled now if need be."""
-    load_library()
-    found = [folder / f"cpu-{_key()}.bin" for folder in cache_folders()]
-    return next(path for path in found if path.exists())
+def kernels() -> list[Path]:
+    """The files of compiled kernels that GENERATE uses; compiled now if need be."""
+    load_library().require(["basic", "weights-float32", "cache-float32"])
+    found = [sorted(folder.glob(f"cpu-{_key()}-*.bin")) for folder in cache_folders()]
+    return next(paths for paths in found if paths)
 
 
 @pytest.fixture(scope="module")
-def expected(checkout_env: dict[str, str], kernels: Path) -> str:
+def expected(checkout_env: dict[str, str], kernels: list[Path]) -> str:
     return python(GENERATE, checkout_env)
 
 
@@ -63,28 +63,31 @@ print(sorted({"numba", "llvmlite", "cupy", "tokenizers", "jinja2", "torch"} & se
 
 
 def test_K23_a_second_process_takes_kernels_from_the_cache_without_numba(
-    checkout_env: dict[str, str], kernels: Path, expected: str
+    checkout_env: dict[str, str], kernels: list[Path], expected: str
 ) -> None:
     assert python(GENERATE + "import sys; assert 'numba' not in sys.modules", checkout_env) == expected
 
 
 def test_K23_without_a_home_kernels_are_kept_in_the_temporary_folder(
-    checkout_env: dict[str, str], kernels: Path, expected: str, tmp_path: Path
+    checkout_env: dict[str, str], kernels: list[Path], expected: str, tmp_path: Path
 ) -> None:
     env = homeless(checkout_env, "/dev/null/nonexistent", tmp_path)
     folder = tmp_path / f"cupaged-{os.getuid()}" / "kernels"
     folder.mkdir(parents=True, mode=0o700)
-    shutil.copy2(kernels, folder)
+    for path in kernels:
+        shutil.copy2(path, folder)
     assert python(GENERATE + "import sys; assert 'numba' not in sys.modules", env) == expected
 
 
 def test_K23_a_read_only_cache_is_read(
-    checkout_env: dict[str, str], kernels: Path, expected: str, tmp_path: Path
+    checkout_env: dict[str, str], kernels: list[Path], expected: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
-    shutil.copy2(kernels, folder)
-    for path, mode in ((folder / kernels.name, 0o444), (folder, 0o555), (tmp_path, 0o555)):
+    for path in kernels:
+        shutil.copy2(path, folder)
+        (folder / path.name).chmod(0o444)
+    for path, mode in ((folder, 0o555), (tmp_path, 0o555)):
         path.chmod(mode)
     try:
         env = {**checkout_env, "CUPAGED_CACHE_DIR": str(tmp_path)}

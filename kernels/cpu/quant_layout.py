@@ -1,0 +1,86 @@
+"""How quantised weights lie in memory on the CPU, in the order in which the kernels stream them. Plain data, no Numba.
+
+A matrix [N, K] is cut into panels of 32 outputs, [ceil(N/32)][K/32] records, zero-padded. A record holds the 32 x 32
+weights of a panel and a block:
+
+    scale     [32]        float16, or float32 where the format's scale is a product; two sets for groups of 16
+    minimum   [32]        of formats that have one: value = scale * q + minimum
+    integers  q + offset, unsigned: bytes [8 steps][32 outputs][4], of which step s holds inputs 4s .. 4s+3;
+              or nibbles [4 steps][32 outputs][4]: low half step s, high half step s + 4 (GGUF pairs them the same way)
+
+So a vector of 16 lanes takes four inputs of 16 outputs at a time, and one step serves them with 4 bytes of the input,
+the same in all lanes. While many rows are multiplied, a piece of a panel is unpacked to bytes and float32 scales.
+
+Inputs are quantised by rows and blocks of 32 (quant_rows.py) to records of 64 bytes, X_* below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, QUANT_BLOCK, QUANT_PANEL
+
+BLOCK, PANEL = QUANT_BLOCK, QUANT_PANEL
+
+# A quantised block of an input row: 32 int8 q, float32 scale d, float32 d * sum(q), and four int32 that take a weight's
+# offset away when a sum starts from them: -8 sum(q), -128 sum(q), and -32 times the sums of either half.
+X_RECORD = 64
+X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32 = 32, 36, 40, 44, 48
+
+# An unpacked record: [32] float32 scales, [32] float32 minima or second scales, 1,024 bytes of integers.
+UNPACKED_SECOND, UNPACKED_BYTES, UNPACKED_RECORD = 128, 256, 1280
+
+KC = 16  # blocks of a panel that are unpacked together: 20 KiB, which stay in L1 beside 6 rows of input
+MB = 120  # rows that one unpacked piece serves; their records stay in L2
+SCRATCH = (
+    KC * UNPACKED_RECORD + MB * PANEL * 4
+)  # bytes a thread needs: a piece, and a tile of the last, partly filled panel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """bits of the unsigned integers; offset: what they exceed q by; start: where in an input record the int32 is that
+    takes the offset away (0: nothing to take away); scales: sets of 32 a record."""
+
+    bits: int
+    offset: int
+    start: int
+    nibbles: bool
+    scale_bytes: int
+    scales: int
+    minimum: bool
+
+    @property
+    def head(self) -> int:
+        """Bytes before the integers."""
+        return PANEL * self.scale_bytes * (self.scales + self.minimum)
+
+    @property
+    def record(self) -> int:
+        return self.head + PANEL * BLOCK // (2 if self.nibbles else 1)
+
+    @property
+    def scale_type(self) -> str:
+        return "float16" if self.scale_bytes == 2 else "float32"
+
+
+LAYOUTS: dict[str, Layout] = {
+    "nibble": Layout(4, 8, X_MINUS_8, True, 2, 1, False),
+    "nibble_min": Layout(4, 0, 0, True, 2, 1, True),
+    "nibble_min32": Layout(4, 0, 0, True, 4, 1, True),
+    "byte": Layout(8, 128, X_MINUS_128, False, 2, 1, False),
+    "byte_min32": Layout(5, 0, 0, False, 4, 1, True),
+    "byte_half32": Layout(6, 32, X_MINUS_32, False, 4, 2, False),
+}
+LAYOUT_OF: dict[str, str] = {
+    "Q4_0": "nibble",
+    "Q4_1": "nibble_min",
+    "Q4_K": "nibble_min32",
+    "Q8_0": "byte",
+    "Q5_0": "byte",
+    "IQ4_NL": "byte",
+    "Q5_1": "byte_min32",
+    "Q5_K": "byte_min32",
+    "Q6_K": "byte_half32",
+}
+assert {name: LAYOUTS[kind].record // PANEL for name, kind in LAYOUT_OF.items()} == PACKED_BLOCK_BYTES
