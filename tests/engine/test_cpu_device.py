@@ -285,7 +285,7 @@ def test_constants_written_down_twice_agree() -> None:
     executor, plan = constants("kernels/cpu/executor.py"), constants("kernels/cpu/plan.py")
     interface, blockref = constants("kernels/interface.py"), constants("cupaged/memory/blockref.py")
     pairs = [
-        (operations["PANEL"], gemm["PANEL"]),
+        (constants("kernels/cpu/matrices.py")["PANEL"], gemm["PANEL"]),
         (operations["_MATMUL_SCRATCH"], gemm["SCRATCH"]),
         (operations["_ROWS_A_CHUNK"], gemm["MB"]),
         (operations["_SAMPLE_BUCKETS"], sampling["BUCKETS"]),
