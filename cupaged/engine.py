@@ -8,26 +8,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-
-import numpy as np
+from itertools import count
 
 from cupaged.batch import StepInputs, build_batch
 from cupaged.cache import PagedKVCache
+from cupaged.choosing import Outcome, choose
 from cupaged.device.base import Capture, Device
-from cupaged.errors import BlockError, CapacityError, RequestError, StepError, shown
+from cupaged.errors import BlockError, RequestError, StepError, shown
 from cupaged.interrupts import uninterrupted
-from cupaged.kernels.interface import Array, KVView, SampleRows
-from cupaged.logits import adjust
-from cupaged.memory import BlockManager, MemoryStats, PlanItem, blocks_for, frame_of
+from cupaged.kernels.interface import Array, KVView
+from cupaged.logprobs import best_logprobs, log_softmax
+from cupaged.memory import BlockManager, PlanItem, frame_of
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
 from cupaged.model.detokenizer import Detokenizer
 from cupaged.outputs import FinishReason, StreamPiece
 from cupaged.request import Request, RequestState, make_request
 from cupaged.request import Sequence as TokenSequence
+from cupaged.request_checks import RequestChecks
 from cupaged.sampling import SamplingParams
 from cupaged.scheduler import PROMPT_ROWS, Chunk, Scheduler
+from cupaged.stats import EngineStats
 
 MakeDetokenizer = Callable[[bool], Detokenizer]
 
@@ -63,7 +64,10 @@ class Engine:
         self.eos_ids = eos_ids
         self.num_steps = 0
         self._make_detokenizer = make_detokenizer
-        self._encode = encode
+        self._checks = RequestChecks(
+            config.vocab_size, max_model_len, max_sequences, manager, encode, make_detokenizer is not None
+        )
+        self._peaks = [0] * len(manager.pools)
         self._inputs = StepInputs(device, len(self.caches), max_tokens, max_sequences + PROMPT_ROWS)
         self._captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
         self._requests: dict[str, Request] = {}
@@ -99,52 +103,19 @@ class Engine:
             self.eos_ids,
             arrival,
             self._make_detokenizer,
-            self._bad_words(params),
+            self._checks.bad_words(params),
         )
         self._requests[request_id] = request
         if params.max_tokens == 0:
-            self._finish(request.sequences[0], "length", None, [])
+            for sequence in request.sequences:
+                self._finish(sequence, "length", None, [])
         else:
             self.scheduler.add(request)
         return request_id
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as plain ints, if this engine can serve it; RequestError otherwise, naming value and limit."""
-        vocab = self.config.vocab_size
-        ids = []
-        for index, token in enumerate(prompt_ids):
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise RequestError(f"prompt: item {index} is {shown(token)}, not a token id")
-            if not 0 <= token < vocab:
-                raise RequestError(f"prompt: token id {shown(token)} at index {index} is not in 0..{vocab - 1}")
-            ids.append(int(token))
-        if not ids:
-            raise RequestError("prompt: it is empty (no token at all)")
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token in tokens:
-                if token >= vocab:
-                    raise RequestError(f"{name}: token id {token} is not in 0..{vocab - 1}")
-        self._bad_words(params)
-        if params.stop_strings and self._make_detokenizer is None:
-            raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        new = 1 if params.max_tokens is None else params.max_tokens
-        if len(ids) + new > self.max_model_len:
-            size = self.manager.groups[0].block_size
-            raise CapacityError(
-                f"prompt of {len(ids)} tokens and {new} to generate need {len(ids) + new} positions "
-                f"({blocks_for(len(ids) + new, size)} blocks); this engine has {self.max_model_len} for a sequence "
-                f"({blocks_for(self.max_model_len, size)} blocks, {self.manager.pools[0].num_blocks} in all)"
-            )
-        return ids
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """bad_words as token ids, each as it is at the start of a word and inside one."""
-        if not params.bad_words:
-            return ()
-        if self._encode is None:
-            raise RequestError("bad_words: this model has no tokenizer to find their tokens with; use logit_bias")
-        forms = [self._encode(form) for word in params.bad_words for form in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(ids) for ids in forms if ids))
+        return self._checks.check(prompt_ids, params)
 
     @uninterrupted
     def abort(self, request_id: str) -> bool:
@@ -152,7 +123,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None or request.state.terminal:
             return False
-        for sequence in list(request.live_sequences):
+        for sequence in request.live_sequences:
             self._finish(sequence, "abort", None, [], state=RequestState.ABORTED)
         return True
 
@@ -171,8 +142,20 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_work
 
-    def stats(self) -> MemoryStats:
-        return self.manager.stats()
+    def stats(self) -> EngineStats:
+        """Counters and the state of memory; O(sequences)."""
+        memory, scheduler = self.manager.stats(), self.scheduler
+        return EngineStats(
+            groups=memory.groups,
+            peak_blocks=tuple(self._peaks),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            sequences=memory.sequences,
+            steps=self.num_steps,
+            forks=scheduler.forks,
+            copies=memory.copies,
+            preemptions=scheduler.preemptions,
+        )
 
     # -- steps
 
@@ -180,6 +163,7 @@ class Engine:
     def step(self) -> list[StreamPiece]:
         """Run one step; returns the pieces that it brought, the ends of aborted requests among them."""
         plan = self.scheduler.schedule()
+        self._peaks = [max(peak, pool.num_used) for peak, pool in zip(self._peaks, self.manager.pools, strict=True)]
         try:
             self._run_items(plan.items)
             if plan.chunks:
@@ -212,25 +196,23 @@ class Engine:
                 request.first_scheduled_time = now
         try:
             logits = self._forward(chunks)
-            outcomes = self._sample(chunks, logits)
+            outcomes = choose(chunks, logits, self.device.ops, self.num_steps)
         except Exception as error:
-            if len(chunks) == 1:
-                self._fail(chunks[0].sequence, error)
+            requests = list(dict.fromkeys(chunk.sequence.request for chunk in chunks))
+            if len(requests) == 1:
+                self._fail(requests[0], error)
                 return
             # Which request is to blame? Each alone: what a token computes does not depend on its company, and K/V
             # written twice are the same K/V.
-            for chunk in chunks:
-                if chunk.sequence.finish_reason is None:
-                    self._run_chunks([chunk])
+            for request in requests:
+                if not request.state.terminal:
+                    self._run_chunks([chunk for chunk in chunks if chunk.sequence.request is request])
             return
         # Only now does anything change: an interrupt before this leaves every sequence as it was.
-        # And the token comes before the commit: interrupted in between, its predecessor is merely computed once more.
         first = 0
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             self._accept(chunk, logits[first : first + chunk.rows], outcome)
             first += chunk.rows
-            if chunk.sequence.tables is not None:  # None: that was its last token, and its blocks are free again
-                self.manager.commit_append(chunk.sequence.tables, chunk.count)
 
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
@@ -252,48 +234,24 @@ class Engine:
             self._captured[len(chunks)] = CapturedStep(step, logits, views)
         return self.device.download(logits)
 
-    def _sample(self, chunks: Sequence[Chunk], logits: Array) -> list[int | Exception | None]:
-        """The next token of each chunk that samples (None for others), or what went wrong with that sequence alone."""
-        outcomes: list[int | Exception | None] = [None] * len(chunks)
-        ends = list(accumulate(chunk.rows for chunk in chunks))
-        good = []
-        for index, chunk in enumerate(chunks):
-            line = logits[ends[index] - chunk.rows : ends[index]]
-            if chunk.rows and not np.isfinite([line.max(), line.min()]).all():  # NaN makes the maximum NaN
-                where = f"step {self.num_steps}, position {len(chunk.sequence.tokens)}"
-                outcomes[index] = StepError(f"the model's logits are not finite ({where})")
-            elif chunk.samples:
-                good.append(index)
-        lines = {index: logits[ends[index] - 1] for index in good}
-        for index in list(good):
-            sequence = chunks[index].sequence
-            if sequence.request.params.adjusts:
-                try:
-                    lines[index] = adjust(lines[index].copy(), sequence)
-                except Exception as error:
-                    outcomes[index] = error
-                    good.remove(index)
-        if good:
-            sequences = [chunks[index].sequence for index in good]
-            plain = len(good) == len(logits) and not any(line.request.params.adjusts for line in sequences)
-            chosen = logits if plain else np.stack([lines[index] for index in good])
-            tokens = self.device.ops.sample(chosen, sample_rows(sequences))
-            for index, token in zip(good, tokens, strict=True):
-                outcomes[index] = token
-        return outcomes
-
-    def _accept(self, chunk: Chunk, logits: Array, outcome: int | Exception | None) -> None:
-        """What a chunk brought: log-probabilities of its prompt tokens, its next token, or the end of its request."""
+    def _accept(self, chunk: Chunk, logits: Array, outcome: Outcome) -> None:
+        """What a chunk brought: log-probabilities of its prompt tokens, next tokens, or the end of its request."""
         sequence = chunk.sequence
+        request = sequence.request
+        if sequence.tables is None:  # the request has ended with another of its chunks
+            return
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            if sequence.request.wants_prompt_logprobs:
+            if request.wants_prompt_logprobs:
                 self._score_prompt(chunk, logits)
-            if outcome is not None:
-                self._append(sequence, logits[-1], outcome)
+            self.manager.commit_append(sequence.tables, chunk.count)
+            if request.stem == sequence.tables.num_tokens:
+                self.scheduler.spread(request)
+            for taker, token in outcome:
+                self._append(taker, logits[-1], token)
         except Exception as error:
-            self._fail(sequence, error)
+            self._fail(request, error)
 
     def _score_prompt(self, chunk: Chunk, logits: Array) -> None:
         request = chunk.sequence.request
@@ -317,6 +275,8 @@ class Engine:
             logprobs = best_logprobs(logits, token, params.logprobs)
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token]
+        elif params.picks:
+            sequence.cumulative_logprob += float(log_softmax(logits)[token])
         if token in request.stop_ids:
             text = sequence.stream.push(token)[0] if params.include_stop_str_in_output else ""
             self._finish(sequence, "stop", token, [token], text, logprobs)
@@ -326,40 +286,43 @@ class Engine:
             self._finish(sequence, "stop", stop, [token], text, logprobs)
         elif len(sequence.tokens) >= request.max_total:
             self._finish(sequence, "length", None, [token], text, logprobs)
-        else:
-            self._emit(sequence, text, [token], logprobs)
-
-    def _emit(self, sequence: TokenSequence, text: str, tokens: list[int], logprobs: dict[int, float] | None) -> None:
-        listed = None if logprobs is None else [logprobs]
-        self._pending.append(StreamPiece(sequence.request.request_id, sequence.index, text, tokens, listed))
+        elif not params.picks:
+            listed = None if logprobs is None else [logprobs]
+            self._pending.append(StreamPiece(request.request_id, sequence.index, text, [token], listed))
 
     def _finish(
         self, sequence: TokenSequence, reason: FinishReason, stop: int | str | None, tokens: list[int], text: str = "",
         logprobs: dict[int, float] | None = None, state: RequestState = RequestState.FINISHED,
     ) -> None:  # fmt: skip
-        """End a sequence; the request ends with its last one. Exactly one piece carries the finish reason."""
+        """End a sequence; the request ends with its last one. Exactly one piece of each output has a finish reason."""
         request = sequence.request
         rest, matched = sequence.stream.finish()
         if matched is not None and reason == "length":
             reason, stop = "stop", matched
         sequence.finish_reason, sequence.stop_reason = reason, stop
+        self.scheduler.release_sequence(sequence)
         usage = None
-        if not any(True for _ in request.live_sequences):
-            request.state = state
-            request.finished_time = time.monotonic()
-            self.scheduler.remove(request)
+        if not request.live_sequences:
+            self._end(request, state)
             usage = request.usage()
-        listed = None if logprobs is None else [logprobs]
-        piece = StreamPiece(request.request_id, sequence.index, text + rest, tokens, listed, reason, stop, usage)
-        self._pending.append(piece)
+        if not request.params.picks:
+            listed = None if logprobs is None else [logprobs]
+            piece = StreamPiece(request.request_id, sequence.index, text + rest, tokens, listed, reason, stop, usage)
+            self._pending.append(piece)
+        elif usage is not None:
+            self._pending += request.pieces()
 
-    def _fail(self, sequence: TokenSequence, error: Exception) -> None:
+    def _end(self, request: Request, state: RequestState) -> None:
+        request.state = state
+        request.finished_time = time.monotonic()
+        self.scheduler.remove(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
         """End one request because its step failed; the others go on."""
-        request = sequence.request
         kind = "" if isinstance(error, StepError) else f"{type(error).__name__}: "
         request.error = f"request {request.request_id}: {kind}{error}"
-        for other in list(request.live_sequences):
-            self._finish(other, "error", None, [], state=RequestState.ERROR)
+        for sequence in request.live_sequences:
+            self._finish(sequence, "error", None, [], state=RequestState.ERROR)
 
     def check_idle(self) -> None:
         """BlockError unless free + cached == total in every pool; for when no request is left."""
@@ -369,37 +332,3 @@ class Engine:
                 raise BlockError(
                     f"KV group {group}: {pool.num_free} free + {pool.num_cached} cached of {pool.num_blocks} blocks"
                 )
-
-
-def sample_rows(sequences: Sequence[TokenSequence]) -> SampleRows:
-    """The sampler's settings for the next token of each sequence."""
-    params = [sequence.request.params for sequence in sequences]
-    return SampleRows(
-        temperature=[p.temperature for p in params],
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
-        seed=[sequence.request.seed for sequence in sequences],
-        sample=[sequence.index for sequence in sequences],
-        position=[len(sequence.tokens) for sequence in sequences],
-    )
-
-
-def best_logprobs(logits: Array, token: int, count: int) -> dict[int, float]:
-    """Log-probabilities (of the unmodified logits) of the `count` best tokens, best first, and of the chosen one.
-
-    float64: log p_i = l_i - M - log(sum exp(l - M)).
-    """
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    best: list[int] = []
-    if count:
-        candidates = np.argpartition(-wide, min(count, len(wide)) - 1)[:count]
-        # argpartition is free to choose among equals at the edge; ids decide, as everywhere
-        edge = wide[candidates].min()
-        candidates = np.concatenate([np.flatnonzero(wide > edge), np.flatnonzero(wide == edge)])[:count]
-        best = sorted((int(i) for i in candidates), key=lambda i: (-wide[i], i))
-    if token not in best:
-        best.append(token)
-    return {i: float(wide[i]) for i in best}

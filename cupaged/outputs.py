@@ -22,18 +22,28 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds on `time.monotonic()`'s clock; None until the event happened."""
+    """Times in seconds on `time.monotonic()`'s clock, None until the event happened; and what its memory cost.
+
+    `forks`: sequences that began by sharing another one's blocks; `copies_on_write`: blocks copied because a shared
+    one was to be written.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
+    forks: int = 0
+    copies_on_write: int = 0
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence. `logprobs[i]` maps token id to log-probability: the k best and the chosen one."""
+    """One generated sequence. `logprobs[i]` maps token id to log-probability: the k best and the chosen one.
+
+    `index` counts the outputs from 0, best first where they were picked; `score` is what they were picked by: the mean
+    log-probability with best_of, the sum by length penalty with beams, None otherwise.
+    """
 
     index: int
     text: str
@@ -42,6 +52,7 @@ class CompletionOutput:
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the eos or stop token id, or the stop string; None for length and abort
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -73,7 +84,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """A piece of a stream: new text (may be empty) and the tokens behind it. The last one has a finish_reason."""
+    """A piece of a stream: new text (may be empty) and the tokens behind it, of the output `index`.
+
+    The last piece of each output has a finish_reason, and the last piece of the request the usage. With n > 1 the
+    pieces of the outputs come interleaved. Where outputs are picked (best_of above n, beams) each comes whole, in one
+    piece, at the end.
+    """
 
     request_id: str
     index: int

@@ -6,18 +6,22 @@
 
 FINISHED, ABORTED and ERROR are terminal; a request enters exactly one of them, once. What is refused never becomes a
 request: the caller gets an exception.
+
+A request of several sequences (n, best_of, beams) computes what they have in common once: the **stem**. Its first
+sequence does, the others have no blocks meanwhile, and share the first one's when it is done (`Scheduler.spread`). The
+stem of a new request is its prompt; of one that lost its blocks it is the tokens that all its sequences begin with.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from cupaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, Usage
+from cupaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StreamPiece, Usage
 from cupaged.sampling import SamplingParams
 from cupaged.stopping import StopMatcher
 
@@ -83,6 +87,7 @@ class Sequence:
     tables: SequenceTables | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    score: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -122,10 +127,31 @@ class Request:
     first_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
+    forks: int = 0
+    copies: int = 0
+    stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
 
     @property
-    def live_sequences(self) -> Iterable[Sequence]:
-        return (sequence for sequence in self.sequences if sequence.finish_reason is None)
+    def live_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def places(self) -> int:
+        """Sequences that may take part in one step, now or later."""
+        return self.params.beam_width or len(self.live_sequences)
+
+    @property
+    def reports(self) -> list[Sequence]:
+        """The sequences that are this request's outputs, in order: all, or the best `n` of its candidates.
+
+        best_of: by mean log-probability; among equals, the lower index. (One without tokens has mean 0.)
+        """
+        if not self.params.picks:
+            return self.sequences
+        for sequence in self.sequences:
+            sequence.score = sequence.cumulative_logprob / max(1, len(sequence.output_ids))
+        best = sorted(self.sequences, key=lambda sequence: (-(sequence.score or 0.0), sequence.index))
+        return best[: self.params.n]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -135,24 +161,38 @@ class Request:
     def usage(self) -> Usage:
         return Usage(len(self.prompt_ids), sum(len(sequence.output_ids) for sequence in self.sequences))
 
+    def pieces(self) -> list[StreamPiece]:
+        """The outputs of an ended request as a stream brings them where they had to be picked first: each whole."""
+        usage, reports = self.usage(), self.reports
+        return [
+            StreamPiece(
+                self.request_id, index, sequence.stream.text, list(sequence.output_ids),
+                None if self.params.logprobs is None else list(sequence.logprobs),
+                sequence.finish_reason, sequence.stop_reason, usage if sequence is reports[-1] else None,
+            )
+            for index, sequence in enumerate(reports)
+        ]  # fmt: skip
+
     def output(self) -> RequestOutput:
         """The result as it stands."""
         asked = self.params.logprobs is not None
         outputs = [
             CompletionOutput(
-                index=sequence.index,
+                index=index,
                 text=sequence.stream.text,
                 token_ids=list(sequence.output_ids),
                 cumulative_logprob=sequence.cumulative_logprob if asked else None,
                 logprobs=list(sequence.logprobs) if asked else None,
                 finish_reason=sequence.finish_reason,
                 stop_reason=sequence.stop_reason,
+                score=sequence.score,
             )
-            for sequence in self.sequences
+            for index, sequence in enumerate(self.reports)
         ]
         metrics = RequestMetrics(
-            self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time, self.preemptions
-        )
+            self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time, self.preemptions,
+            self.forks, self.copies,
+        )  # fmt: skip
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -177,12 +217,30 @@ def make_request(
     make_detokenizer: Callable[[bool], Detokenizer] | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
-    """A waiting request with its one sequence. Without a seed it gets a fresh one of 63 bits."""
+    """A waiting request with its sequences. Without a seed it gets a fresh one of 63 bits."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     seed = secrets.randbits(63) if params.seed is None else params.seed
     request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed, bad_words)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs.append(None)  # nothing comes before the first token
-    detokenizer = None if make_detokenizer is None else make_detokenizer(params.skip_special_tokens)
-    request.sequences.append(Sequence(request, 0, list(prompt_ids), TextStream(detokenizer, params)))
+    for index in range(1 if params.beam_width else params.num_sequences):  # beams branch when the first step is done
+        detokenizer = None if make_detokenizer is None else make_detokenizer(params.skip_special_tokens)
+        request.sequences.append(Sequence(request, index, list(prompt_ids), TextStream(detokenizer, params)))
     return request
+
+
+def common_stem(sequences: list[Sequence]) -> int:
+    """Tokens that sequences without blocks can have in common: their longest common prefix.
+
+    Where they differ the prefix ends before the last token of the shortest: each sequence must have a token left to
+    compute, whose logits choose its next one. Where they are all the same, those logits are the same too.
+    """
+    first = sequences[0].tokens
+    if all(sequence.tokens == first for sequence in sequences):
+        return len(first)
+    shortest = min(len(sequence.tokens) for sequence in sequences)
+    for position in range(shortest - 1):
+        token = first[position]
+        if any(sequence.tokens[position] != token for sequence in sequences):
+            return position
+    return shortest - 1

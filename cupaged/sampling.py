@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from cupaged.errors import OptionError, shown
 
@@ -23,6 +23,9 @@ MAX_PENALTY = 2.0  # of presence and frequency, on either side of 0, as OpenAI's
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_BIAS = 100.0
 MAX_BIASED = 4096  # ids in logit_bias
+MAX_SAMPLES = 1024  # of n and best_of
+MAX_BEAMS = 256
+MAX_LENGTH_PENALTY = 10.0  # on either side of 0
 MAX_INT32 = 2**31 - 1  # counts and token ids are int32 in kernels
 
 LogitsProcessor = Callable[[list[int], Any], Any]
@@ -62,6 +65,18 @@ class SamplingParams:
     logits_processor: called for each new token as ``f(token_ids, logits)`` with the ids so far (prompt and output) and
         the logits, float32 [V], its own to change; returns logits, or None if it changed them in place. If it raises,
         that request ends with an error.
+    n: outputs, 1 .. 1024. The prompt is computed and stored once; output i is the same whatever n is. With best_of or
+        beam_width: the n best.
+    best_of: sequences to sample, n .. 1024, of which the n with the highest mean log-probability of their tokens (of
+        the model, see above) are returned, best first; among equals the one sampled first. None: n, in order.
+    beam_width: beam search with so many beams, 1 .. 256, instead of sampling: temperature must be 0 or 1 and top_k,
+        top_p and min_p off. The rules are those of Hugging Face's `generate`; penalties, bias, min_tokens, bad_words
+        and logits_processor work on log-probabilities there. None: no beam search.
+    length_penalty: -10 .. 10; of beams: an output's score is the sum of its log-probabilities divided by its number of
+        tokens to this power, so that above 0 favours long ones and below 0 short ones.
+    early_stopping: of beams: True ends the search once there are beam_width finished outputs; False when none of the
+        running beams, as long as it is now, scores better than the worst of these; "never" only when none could at any
+        length up to max_tokens.
     """
 
     max_tokens: int | None = None
@@ -84,6 +99,11 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
     logits_processor: LogitsProcessor | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -113,6 +133,42 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OptionError(f"{name}={shown(value)}: True or False is needed")
+        put("n", _int("n", self.n, 1, MAX_SAMPLES))
+        put("best_of", _optional_int("best_of", self.best_of, 1, MAX_SAMPLES))
+        put("beam_width", _optional_int("beam_width", self.beam_width, 1, MAX_BEAMS))
+        put("length_penalty", _float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY))
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise OptionError(f'early_stopping={shown(self.early_stopping)}: True, False or "never" is needed')
+        self._check_group()
+
+    def _check_group(self) -> None:
+        """What the options of several sequences say together."""
+        if self.beam_width is None:
+            if self.best_of is not None and self.best_of < self.n:
+                raise OptionError(f"best_of={self.best_of} is out of range: n ({self.n}) .. {MAX_SAMPLES} is allowed")
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise OptionError(f"{name}={shown(getattr(self, name))}: this is for beam search; set beam_width")
+            return
+        if self.n > self.beam_width:
+            raise OptionError(f"n={self.n} is out of range: 1 .. beam_width ({self.beam_width}) is allowed")
+        if self.best_of is not None:
+            raise OptionError(f"best_of={self.best_of}: beam search does not sample; its n best beams are returned")
+        if not (self.greedy or self.temperature == 1.0):
+            raise OptionError(f"temperature={self.temperature:g}: beam search does not sample; 0 or 1 is allowed")
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise OptionError(f"{name}={getattr(self, name):g}: beam search does not sample; {off:g} is allowed")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run side by side: beams, or samples."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def picks(self) -> bool:
+        """The outputs are the best of more candidates, so that they are known at the end only."""
+        return self.beam_width is not None or (self.best_of or self.n) > self.n
 
     @property
     def greedy(self) -> bool:

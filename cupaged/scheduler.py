@@ -6,17 +6,23 @@ request that arrived last loses all of its blocks and waits again at its place i
 kept and its K/V computed anew, to the same bits, since a token's arithmetic depends on its position alone. The oldest
 request is never a victim, so somebody always gets on.
 
+The sequences of one request are a group: they are let in and preempted together. What they have in common is computed
+once (`Request.stem`). Beams step together or not at all, for the next ones are chosen among all. A request that is
+alone and outgrows the pool: of its samples the last ones wait until others have ended; beams end here, with what they
+have.
+
 Policy only: blocks are the manager's, arrays the device's.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cupaged.errors import OutOfBlocks
 from cupaged.memory import BlockManager, PlanItem, blocks_for
-from cupaged.request import Request, RequestState, Sequence
+from cupaged.request import Request, RequestState, Sequence, common_stem
 
 PROMPT_ROWS = 64  # tokens of prompts whose log-probabilities are wanted, in one step: their logits are V floats each
 
@@ -35,10 +41,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does: first the plan items (copies), then one forward pass over all chunks."""
+    """What one step does: first the plan items (copies), then one forward pass over all chunks.
+
+    `outgrown`: requests of beams that have no room left to go on, and end.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     items: tuple[PlanItem, ...] = ()
+    outgrown: tuple[Request, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +63,7 @@ class _Draft:
     prompt_rows: int = PROMPT_ROWS
     chunks: list[Chunk] = field(default_factory=list)
     items: list[PlanItem] = field(default_factory=list)
+    outgrown: list[Request] = field(default_factory=list)
     preempted: bool = False
 
 
@@ -66,6 +77,9 @@ class Scheduler:
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by arrival
         self.preemptions = 0
+        self.forks = 0
+
+    # -- requests and their blocks
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.arrival)
@@ -82,69 +96,209 @@ class Scheduler:
         self.release(request)
 
     def release(self, request: Request) -> None:
+        """Give back the blocks of all sequences of a request."""
         for sequence in request.sequences:
-            if sequence.tables is not None:
-                self.manager.free(sequence.tables)
-                sequence.tables = None
+            self.release_sequence(sequence)
+
+    def release_sequence(self, sequence: Sequence) -> None:
+        """Give back the blocks of one sequence; those that others share stay theirs."""
+        if sequence.tables is not None:
+            self.manager.free(sequence.tables)
+            sequence.tables = None
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence without blocks share those of another; no block is taken. Whoever writes first copies."""
+        assert parent.tables is not None and child.tables is None
+        child.tables = self.manager.fork(parent.tables)
+        child.request.forks += 1
+        self.forks += 1
+
+    def spread(self, request: Request) -> None:
+        """The stem is computed: from here on each sequence has blocks of its own, the stem's shared by all."""
+        leader, *others = request.live_sequences
+        for sequence in others:
+            self.fork(leader, sequence)
+        request.stem = None
+
+    # -- a step
 
     def schedule(self) -> StepPlan:
         """The next step. Blocks for it are taken; the engine commits or drops them."""
         draft = _Draft(self.max_tokens)
         for decoding in (True, False):
             for request in list(self.running):
-                for sequence in list(request.live_sequences):
-                    if (sequence.num_remaining == 1) == decoding and request.state is RequestState.RUNNING:
-                        self._take(draft, sequence)
+                self._take_request(draft, request, decoding)
         self._admit(draft)
-        return StepPlan(tuple(draft.chunks), tuple(draft.items))
+        return StepPlan(tuple(draft.chunks), tuple(draft.items), tuple(draft.outgrown))
 
-    def _take(self, draft: _Draft, sequence: Sequence) -> None:
-        """Schedule as much of a running sequence as budget and blocks allow, making room if need be."""
-        if len(draft.chunks) >= self.max_sequences:
+    def _take_request(self, draft: _Draft, request: Request, decoding: bool) -> None:
+        """Schedule those sequences of a running request that decode, or those that compute known tokens."""
+        sequences = request.live_sequences
+        if request.stem is not None:
+            sequences = sequences[:1]
+        elif request.params.beam_width is not None and all(sequence.num_remaining == 1 for sequence in sequences):
+            if decoding:
+                self._take_together(draft, request, sequences)
             return
-        count = min(sequence.num_remaining, draft.budget)
-        scored = sequence.request.wants_prompt_logprobs
+        for sequence in sequences:
+            if request.state is RequestState.RUNNING and (sequence.num_remaining == 1) == decoding:
+                self._take(draft, sequence)
+
+    def _take_together(self, draft: _Draft, request: Request, sequences: list[Sequence]) -> None:
+        """All beams of a request, or none."""
+        if request.state is not RequestState.RUNNING or draft.budget < len(sequences):
+            return
+        if len(draft.chunks) + len(sequences) > self.max_sequences:
+            return
+        for sequence in sequences:
+            if not self._take(draft, sequence):
+                self._withdraw(draft, lambda chunk: chunk.sequence.request is request)
+                return
+
+    def _take(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Schedule as much of a running sequence as budget and blocks allow, making room if need be."""
+        request = sequence.request
+        if len(draft.chunks) >= self.max_sequences:
+            return False
+        count = min(self._goal(sequence) - sequence.num_computed, draft.budget)
+        scored = request.wants_prompt_logprobs
         if scored:
             count = min(count, draft.prompt_rows)
-        if count == 0:
-            return
-        assert sequence.tables is not None  # running sequences have tables
+        if count <= 0 or (sequence.tables is None and not self._resume(draft, sequence)):
+            return False
+        assert sequence.tables is not None
         while True:
             try:
                 items = self.manager.prepare_append(sequence.tables, count)
                 break
             except OutOfBlocks:
-                victim = self.running[-1]
-                self._preempt(draft, victim)
-                if victim is sequence.request:
-                    return
+                if not self._make_room(draft, sequence):
+                    return False
         start = sequence.num_computed
-        samples = count == sequence.num_remaining
+        samples = start + count == len(sequence.tokens)
         draft.chunks.append(Chunk(sequence, start, count, samples, count if scored else int(samples)))
         draft.prompt_rows -= count if scored else 0
         draft.items += items
         draft.budget -= count
+        request.copies += len(items)
+        return True
+
+    def _goal(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens may be computed now."""
+        request = sequence.request
+        if request.stem is not None:
+            return request.stem
+        if request.params.beam_width is not None:
+            beams = request.live_sequences
+            if any(beam.num_remaining > 1 for beam in beams) and len(beams) > 1:
+                return len(sequence.tokens) - 1  # the last tokens of all beams are computed in one step
+        return len(sequence.tokens)
+
+    def _resume(self, draft: _Draft, sequence: Sequence) -> bool:
+        """A table again for a sample that `_suspend` had taken it from, once all of it fits."""
+        if draft.preempted or any(
+            self._blocks(group, sequence) > pool.num_free - self._promised(group)
+            for group, pool in enumerate(self.manager.pools)
+        ):
+            return False
+        sequence.tables = self.manager.create()
+        return True
+
+    # -- room
+
+    def _make_room(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Free some blocks for a running sequence, if there is anybody to take them from but itself."""
+        request, victim = sequence.request, self.running[-1]
+        if victim is not request:
+            self._preempt(draft, victim)
+            return True
+        if len(self.running) > 1:
+            self._preempt(draft, request)
+            return False
+        holders = [other for other in request.live_sequences if other.tables is not None]
+        if request.params.beam_width is None and len(holders) > 1:
+            self._suspend(draft, holders[-1])
+            return sequence.tables is not None
+        if not (draft.preempted or draft.items):  # else blocks drain, which are free in the next step
+            draft.outgrown.append(request)
+        return False
+
+    def _suspend(self, draft: _Draft, sequence: Sequence) -> None:
+        """Take the blocks of one sample of a request; its K/V are computed anew when there is room."""
+        self._withdraw(draft, lambda chunk: chunk.sequence is sequence)
+        self.release_sequence(sequence)
+        draft.preempted = True
+        sequence.request.preemptions += 1
+        self.preemptions += 1
+
+    def _withdraw(self, draft: _Draft, gone: Callable[[Chunk], bool]) -> None:
+        """Take chunks out of the step again. Their copies stay in the plan: the blocks are in the tables already."""
+        for chunk in [chunk for chunk in draft.chunks if gone(chunk)]:
+            draft.chunks.remove(chunk)
+            draft.budget += chunk.count
+            draft.prompt_rows += chunk.rows if chunk.sequence.request.wants_prompt_logprobs else 0
+            if chunk.sequence.tables is not None:
+                self.manager.commit_append(chunk.sequence.tables, 0)
+
+    def _preempt(self, draft: _Draft, victim: Request) -> None:
+        """Take a running request's blocks away; it waits again, at its place by arrival."""
+        draft.preempted = True
+        self._withdraw(draft, lambda chunk: chunk.sequence.request is victim)
+        self.release(victim)
+        self.running.remove(victim)
+        victim.state = RequestState.WAITING
+        victim.stem = None
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.add(victim)
+
+    # -- admission
 
     def _admit(self, draft: _Draft) -> None:
-        """Let waiting requests in, in order, while the whole of the first one's tokens and one more fit.
+        """Let waiting requests in, in order, while the whole of the first one's tokens and one more each fit.
 
         Admitting what fits only in part would have it preempted soon; and after a preemption nobody is admitted in the
-        same step, so that blocks just freed serve those who needed them.
+        same step, so that blocks just freed serve those who needed them. A request that is alone is let in whatever it
+        needs: its sequences then take turns.
         """
-        while self.waiting and not draft.preempted and draft.budget and len(self.running) < self.max_sequences:
+        while self.waiting and not draft.preempted and not draft.outgrown and draft.budget:
             request = self.waiting[0]
-            sequences = list(request.live_sequences)
-            if any(
-                sum(self._blocks(group, sequence) for sequence in sequences) > pool.num_free - self._promised(group)
-                for group, pool in enumerate(self.manager.pools)
-            ):
+            if self.running and (self._suspended or not self._fits(request)):
                 return
             self.waiting.pop(0)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=lambda r: r.arrival)
-            for sequence in sequences:
-                sequence.tables = self.manager.create()
-                self._take(draft, sequence)
+            sequences = request.live_sequences
+            if len(sequences) > 1:
+                request.stem = common_stem(sequences)
+            sequences[0].tables = self.manager.create()
+            self._take(draft, sequences[0])
+
+    @property
+    def _suspended(self) -> bool:
+        """Whether samples of a running request wait for room: then they come first."""
+        return any(
+            sequence.tables is None
+            for request in self.running
+            if request.stem is None
+            for sequence in request.live_sequences
+        )
+
+    def _fits(self, request: Request) -> bool:
+        """Whether a waiting request can run beside those that do: in places of a step, and in blocks."""
+        if sum(other.places for other in self.running) + request.places > self.max_sequences:
+            return False
+        sequences = request.live_sequences
+        stem = common_stem(sequences) if len(sequences) > 1 else 0
+        return all(
+            self._needed(group, sequences, stem) <= pool.num_free - self._promised(group)
+            for group, pool in enumerate(self.manager.pools)
+        )
+
+    def _needed(self, group: int, sequences: list[Sequence], stem: int) -> int:
+        """Blocks of a KV group for sequences that have none: all known tokens and one more each, the stem's once."""
+        shared = stem // self.manager.groups[group].block_size
+        return shared + sum(self._blocks(group, sequence) - shared for sequence in sequences)
 
     def _blocks(self, group: int, sequence: Sequence) -> int:
         """Blocks of a KV group for all known tokens of a sequence and one more."""
@@ -153,23 +307,13 @@ class Scheduler:
 
     def _promised(self, group: int) -> int:
         """Blocks that running sequences still need for tokens that are known already, and one more each."""
-        return sum(
-            max(0, self._blocks(group, sequence) - sequence.tables.tables[group].num_blocks)
-            for request in self.running
-            for sequence in request.live_sequences
-            if sequence.tables is not None
-        )
-
-    def _preempt(self, draft: _Draft, victim: Request) -> None:
-        """Take a running request's blocks away; it waits again, at its place by arrival."""
-        draft.preempted = True
-        gone = [chunk for chunk in draft.chunks if chunk.sequence.request is victim]
-        draft.chunks = [chunk for chunk in draft.chunks if chunk.sequence.request is not victim]
-        draft.budget += sum(chunk.count for chunk in gone)
-        draft.prompt_rows += sum(chunk.rows for chunk in gone if victim.wants_prompt_logprobs)
-        self.release(victim)
-        self.running.remove(victim)
-        victim.state = RequestState.WAITING
-        victim.preemptions += 1
-        self.preemptions += 1
-        self.add(victim)
+        promised = 0
+        for request in self.running:
+            shared = 0 if request.stem is None else request.stem // self.manager.groups[group].block_size
+            for sequence in request.live_sequences:
+                if sequence.tables is not None:
+                    need = self._blocks(group, sequence) - sequence.tables.tables[group].num_blocks
+                    promised += max(0, need)
+                elif request.stem is not None:
+                    promised += self._blocks(group, sequence) - shared
+        return promised

@@ -29,7 +29,8 @@ class Job:
 
 @dataclass
 class Run:
-    """What came of it. logits[name, position] is the row from which the token at that position was chosen."""
+    """What came of it. logits[name, position] is the row from which the token at that position was chosen; `name` is
+    "job" for its first sequence, and "job/2" for its third. Beams have no names of their own and leave no logits."""
 
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     logits: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
@@ -64,8 +65,8 @@ def run(engine: Engine, jobs: Mapping[str, Job], max_steps: int = 5000) -> Run:
     for name in jobs:
         result.outputs[name] = engine.request(name).output()
         engine.forget(name)
-    ends = sorted(piece.request_id for piece in result.pieces if piece.finish_reason is not None)
-    assert ends == sorted(jobs)
+    ends = sorted((piece.request_id, piece.index) for piece in result.pieces if piece.finish_reason is not None)
+    assert ends == sorted((name, output.index) for name in jobs for output in result.outputs[name].outputs)
     engine.check_idle()
     return result
 
@@ -79,8 +80,10 @@ def record(engine: Engine, result: Run) -> Any:
         result.chunks.append([(c.sequence.request.request_id, c.start, c.count) for c in chunks])
         ends = accumulate(chunk.rows for chunk in chunks)
         for chunk, end in zip(chunks, ends, strict=True):
-            if chunk.samples:
-                key = chunk.sequence.request.request_id, len(chunk.sequence.tokens)
+            sequence = chunk.sequence
+            if chunk.samples and sequence.request.params.beam_width is None:
+                name, index = sequence.request.request_id, sequence.index
+                key = f"{name}/{index}" if index else name, len(sequence.tokens)
                 assert key not in result.logits
                 result.logits[key] = logits[end - 1].copy()
         return logits
@@ -109,7 +112,10 @@ def assert_same_bits(some: Run, whole: Run) -> None:
     for (name, position), row in some.logits.items():
         assert np.array_equal(row, whole.logits[name, position]), (name, position)
     for name, output in some.outputs.items():
-        assert output.token_ids == whole.outputs[name].token_ids[: len(output.token_ids)]
-        if output.finish_reason != "abort":
-            assert output.finish_reason == whole.outputs[name].finish_reason
-            assert output.token_ids == whole.outputs[name].token_ids
+        if output.finish_reason == "abort":
+            if output.outputs[0].score is None:  # which are picked in the end is not yet decided
+                for part, entire in zip(output.outputs, whole.outputs[name].outputs, strict=True):
+                    assert part.token_ids == entire.token_ids[: len(part.token_ids)]
+        else:
+            for part, entire in zip(output.outputs, whole.outputs[name].outputs, strict=True):
+                assert (part.finish_reason, part.token_ids) == (entire.finish_reason, entire.token_ids)

@@ -12,8 +12,8 @@ from engine_support import greedy, ids_of, prompt, script, tiny, with_tokenizer
 from recording import Job, run
 
 from cupaged import LLM, SamplingParams
-from cupaged.engine import best_logprobs
 from cupaged.errors import OptionError, RequestError, TemplateError
+from cupaged.logprobs import best_logprobs
 
 
 @pytest.fixture

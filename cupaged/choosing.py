@@ -1,0 +1,97 @@
+"""From the logits of a step to the next tokens: who chooses from which row, and what went wrong with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from cupaged.errors import StepError
+from cupaged.kernels.interface import Array, Operations, SampleRows
+from cupaged.logits import adjust
+from cupaged.request import Sequence as TokenSequence
+from cupaged.scheduler import Chunk
+
+# What a chunk brings: next tokens and the sequences that they are for; or what went wrong with its request.
+Outcome = list[tuple[TokenSequence, int]] | Exception
+
+
+def takers(chunk: Chunk) -> list[TokenSequence]:
+    """The sequences that choose their next token from a chunk's last row: a whole group at the end of its stem."""
+    request = chunk.sequence.request
+    if not chunk.samples or request.params.beam_width is not None:
+        return []
+    return [chunk.sequence] if request.stem is None else request.live_sequences
+
+
+def choose(chunks: Sequence[Chunk], logits: Array, ops: Operations, step: int) -> list[Outcome]:
+    """What each chunk brings, from the logits [R, V] of all wanted rows. `step`: its number, for messages."""
+    ends = list(accumulate(chunk.rows for chunk in chunks))
+    broken = broken_rows(logits)
+    outcomes: list[Outcome] = [[] for _ in chunks]
+    taking: list[tuple[int, list[TokenSequence]]] = []
+    plain = len(logits) > 0
+    for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+        if broken is not None and broken[end - chunk.rows : end].any():
+            where = f"step {step}, position {len(chunk.sequence.tokens)}"
+            outcomes[index] = StepError(f"the model's logits are not finite ({where})")
+            plain = False
+            continue
+        group = takers(chunk)
+        if group:
+            taking.append((index, group))
+        plain = plain and chunk.rows == len(group) == 1 and not chunk.sequence.request.params.adjusts
+    if plain:
+        sequences = [group[0] for _, group in taking]
+        return [[pair] for pair in zip(sequences, ops.sample(logits, sample_rows(sequences)), strict=True)]
+    rows: list[Array] = []
+    good: list[tuple[int, list[TokenSequence]]] = []
+    for index, group in taking:
+        try:
+            rows += [adjusted(logits[ends[index] - 1], sequence) for sequence in group]
+            good.append((index, group))
+        except Exception as error:
+            outcomes[index] = error
+            rows = rows[: sum(len(group) for _, group in good)]
+    if rows:
+        tokens = ops.sample(np.stack(rows), sample_rows([sequence for _, group in good for sequence in group]))
+        rest = iter(tokens)
+        for index, group in good:
+            outcomes[index] = [(sequence, next(rest)) for sequence in group]
+    return outcomes
+
+
+def adjusted(row: Array, sequence: TokenSequence) -> Array:
+    """The row that a sequence's next token is chosen from: the model's own, or an adjusted copy."""
+    return adjust(row.copy(), sequence) if sequence.request.params.adjusts else row
+
+
+def broken_rows(logits: Array) -> Array | None:
+    """bool [R]: rows that hold NaN or infinity; None for none, the usual case.
+
+    The sum of a row is not finite if a term is not, and takes one pass. Only then all terms are looked at: the sum may
+    have overflowed.
+    """
+    with np.errstate(all="ignore"):
+        sums = logits.sum(axis=1)
+    if np.isfinite(sums).all():
+        return None
+    broken = np.zeros(len(logits), bool)
+    for index in np.flatnonzero(~np.isfinite(sums)):
+        broken[index] = not np.isfinite(logits[index]).all()
+    return broken if broken.any() else None
+
+
+def sample_rows(sequences: Sequence[TokenSequence]) -> SampleRows:
+    """The sampler's settings for the next token of each sequence."""
+    params = [sequence.request.params for sequence in sequences]
+    return SampleRows(
+        temperature=[p.temperature for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        seed=[sequence.request.seed for sequence in sequences],
+        sample=[sequence.index for sequence in sequences],
+        position=[len(sequence.tokens) for sequence in sequences],
+    )
