@@ -3,7 +3,8 @@
 Order, so that no copy reads what is not yet written and none overwrites what is still read:
 
 * a swap out waits for all compute issued before it: the last writes of the block, the last reads of the host frame;
-* a swap in waits for the same (the last reads of its device frame), and for the swap out that fills its source;
+* a swap in waits for the same: the last reads of its device frame;
+* either waits for the swap that fills its source, if that is still under way;
 * the manager hands out neither end of a swap before its ticket is completed, and the scheduler runs no sequence with a
   block on its way: so compute never waits for a copy, except where nothing else is left to do.
 
@@ -33,7 +34,7 @@ class SwapEngine:
         self.limit = limit
         self.speed: dict[CopyStream, float] = {}  # bytes a second, measured; nothing before the first copy is done
         self._under_way: deque[tuple[PlanItem, Transfer]] = deque()
-        self._filling: dict[tuple[int, int], Transfer] = {}  # (group, host block) -> the swap out that fills it
+        self._filling: dict[tuple[int, int], Transfer] = {}  # (group, block) -> the swap that fills it
 
     @property
     def busy(self) -> bool:
@@ -59,8 +60,7 @@ class SwapEngine:
             pairs = list(zip(cache.pieces(item.source), cache.pieces(item.destination), strict=True))
             transfer = self.device.copy(stream, pairs)
             self._under_way.append((item, transfer))
-            if stream == "to_host":
-                self._filling[item.group, item.destination] = transfer
+            self._filling[item.group, item.destination] = transfer
 
     def finished(self) -> list[tuple[PlanItem, BaseException | None]]:
         """Swaps that are done since the last call, each with what went wrong, or None. Never blocks."""
@@ -71,8 +71,7 @@ class SwapEngine:
                 waiting.append((item, transfer))
                 continue
             size = self.caches[item.group].bytes_per_block
-            if isinstance(item, SwapOut):
-                del self._filling[item.group, item.destination]
+            del self._filling[item.group, item.destination]
             if transfer.error is None and transfer.seconds:
                 self._measure("to_host" if isinstance(item, SwapOut) else "to_device", size / transfer.seconds)
             ended.append((item, transfer.error))
