@@ -7,6 +7,7 @@ from dataclasses import asdict
 import click
 
 from cupaged.cli import runtime
+from cupaged.cli.bench_memory import memory
 from cupaged.cli.output import Output
 from cupaged.cli.values import number
 
@@ -45,3 +46,6 @@ def kernels(threads: int | None, seconds: float, only: str | None, as_object: bo
             line = f"{row.kernel:8} {row.case:58} {row.rate:8.1f} {row.roof:8.1f} {row.unit:8} {row.share:5.0%}"
             output.write(line + "\n")
     return 0
+
+
+bench.add_command(memory)

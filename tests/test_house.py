@@ -135,11 +135,12 @@ def test_only_declared_packages_are_imported() -> None:
     declared = {Requirement(text).name for text in project["dependencies"]}
     brought = {name for key in declared for name in BRINGS.get(key, ())}
     known = {"cupaged"} | declared | brought | sys.stdlib_module_names
+    benches = {Requirement(text).name for text in project["optional-dependencies"]["bench"]}
     wrong = [
         f"{name_of(path)} imports {module}"
         for path in python_files(*ROOMS)
         for module, _ in imports(path)
-        if module.split(".")[0] not in known
+        if module.split(".")[0] not in (known | benches if name_of(path).startswith("bench/") else known)
     ]
     assert not wrong
 

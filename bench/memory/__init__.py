@@ -1,0 +1,1 @@
+"""What paging saves: request traces through the real block manager and through contiguous allocators. No weights."""
