@@ -1,0 +1,153 @@
+"""The bench is tested too: every planted fault is caught, and the same kernel without it passes, in all orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_support import ORDERS, need_emulator
+from cudabench import BenchError, Kernel, KernelFault, emulate
+
+pytestmark = need_emulator
+PLANTED = Path(__file__).resolve().parents[2] / "cudabench" / "kernels" / "planted.cu"
+BLOCK_ELEMENTS = 16384  # block 131,072 starts at element 2^31
+RANDOM = np.random.default_rng(0)
+X = RANDOM.standard_normal((4, 64)).astype(np.float32)
+A, B = RANDOM.standard_normal((16, 16)).astype(np.float16), RANDOM.standard_normal((16, 8)).astype(np.float16)
+Run = Callable[..., tuple[np.ndarray, np.ndarray]]  # (kernel, order=, check=) -> (result, what is right)
+
+
+def kernel_of(name: str, *faults: str) -> Kernel:
+    return emulate(PLANTED, name, defines={"BLOCK_ELEMENTS": BLOCK_ELEMENTS, **dict.fromkeys(faults, "")})
+
+
+def run_tiles(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    y = np.full(64, np.nan, np.float32)
+    kernel((1,), (64,), (X, y, np.int32(256)), **how)
+    return y, X[:, ::-1].sum(0)
+
+
+def run_neighbours(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    y = np.full(32, np.nan, np.float32)
+    kernel((1,), (32,), (y,), **how)
+    return y, np.arange(32) ^ 1
+
+
+def run_pipeline(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    y = np.full((4, 64), np.nan, np.float32)
+    kernel((1,), (16,), (X, y, np.int32(4)), **how)
+    return y, X[:, ::-1]
+
+
+def run_slots(*slots: int) -> Run:
+    def run(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+        cache = np.zeros((8, 16), np.float16)
+        right = cache.copy()
+        x = X.reshape(16, 16)
+        kernel((len(slots),), (16,), (x, cache, np.array(slots, np.int64)), **how)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                right[slot] = x[token]
+        return cache, right
+
+    return run
+
+
+def run_vectors(first: int) -> Run:
+    def run(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+        y = np.full(8, np.nan, np.float32)
+        kernel((1,), (8,), (np.ones(128, np.float16), y, np.int32(first)), **how)
+        return y, np.full(8, 8)
+
+    return run
+
+
+def run_block_131072(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    cache = np.zeros((131073, BLOCK_ELEMENTS), np.float16)  # 4 GiB, of which two pages are touched
+    cache[-1, :32] = np.arange(32)
+    y = np.full(32, np.nan, np.float32)
+    kernel((1,), (32,), (cache, y, np.int32(131072)), **how)
+    return y, np.arange(32)
+
+
+def run_product(kernel: Kernel, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    c = np.full((16, 8), np.nan, np.float32)
+    kernel((1,), (32,), (A, B, c), **how)
+    return c, A.astype(np.float64) @ B.astype(np.float64)
+
+
+GOOD: list[tuple[str, Run]] = [
+    ("tiles", run_tiles),
+    ("neighbours", run_neighbours),
+    ("pipeline", run_pipeline),
+    ("write_slots", run_slots(3, 1, -1, 0)),
+    ("vectors", run_vectors(8)),
+    ("read_block", run_block_131072),
+    ("product", run_product),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("check", [None, "race"])
+@pytest.mark.parametrize(("name", "run"), GOOD, ids=[name for name, _ in GOOD])
+def test_without_a_fault_all_is_well(name: str, run: Run, check: str | None, order: str) -> None:
+    result, right = run(kernel_of(name), order=order, check=check)
+    np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
+
+
+# kernel, what is planted (a -D, or arguments that make it wrong), run, words and line of the fault
+FAULTS: list[tuple[str, str | None, Run, str]] = [
+    ("tiles", "NO_BARRIER_BEFORE_READ", run_tiles, r"planted.cu:14: .* uninitialised read of static shared byte"),
+    ("tiles", "NO_BARRIER_BEFORE_WRITE", run_tiles, r"planted.cu:14: .* race: read .* write by thread \d+ at .*cu:10"),
+    ("neighbours", "NO_WARP_SYNC", run_neighbours, r"planted.cu:29: .* uninitialised read"),
+    ("pipeline", "NO_ASYNC_WAIT", run_pipeline, r"planted.cu:\d+: .* cp.async of thread \d+ at .*planted.cuh:5"),
+    ("write_slots", None, run_slots(3, 8), r"planted.cu:60: .* write of 2 bytes out of bounds .*array 1"),
+    ("write_slots", "NO_PADDING", run_slots(3, -1), r"planted.cu:60: .* out of bounds \(offset -\d+ of array 1"),
+    ("write_slots", None, run_slots(3, 3), r"planted.cu:60: .* race: write .* write by thread \d+ of another block"),
+    ("vectors", None, run_vectors(4), r"planted.cu:65: .* misaligned access of 16 bytes"),
+    ("read_block", "OFFSET_IN_INT32", run_block_131072, r"planted.cu:80: .* out of bounds \(offset -42949\d+ of"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("name", "fault", "run", "words"), FAULTS, ids=[f"{f[0]}-{f[1] or 'args'}" for f in FAULTS])
+def test_a_planted_fault_is_named_with_its_line(name: str, fault: str | None, run: Run, words: str, order: str) -> None:
+    kernel = kernel_of(name, *([fault] if fault else []))
+    with pytest.raises(KernelFault, match=words):
+        run(kernel, order=order, check="race")
+
+
+@pytest.mark.parametrize("fault", ["NO_BARRIER_BEFORE_READ", "NO_BARRIER_BEFORE_WRITE"])
+def test_a_missing_barrier_shows_in_the_numbers_of_the_fast_mode_too(fault: str) -> None:
+    wrong = [order for order in ORDERS if not np.allclose(*run_tiles(kernel_of("tiles", fault), order=order))]
+    assert wrong
+
+
+def test_swapped_operands_of_mma_show_in_the_numbers() -> None:
+    result, right = run_product(kernel_of("product", "SWAPPED_OPERANDS"))
+    assert np.abs(result - right).max() > 1
+
+
+def test_a_crash_of_the_fast_mode_is_a_fault_not_the_end_of_the_process() -> None:
+    with pytest.raises(KernelFault, match="misaligned"):
+        run_vectors(4)(kernel_of("vectors"))
+    test_without_a_fault_all_is_well("vectors", run_vectors(8), None, "forward")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((X, X.copy(), 256), r"argument 2 \(int\): int is neither"),
+        ((X, X.copy(), np.int64(256)), r"argument 2 \(int\): got int64, 8 bytes"),
+        ((X, X.copy(), np.float32(256)), r"argument 2 \(int\): got float32"),
+        ((X, None, np.int32(256)), r"argument 1 \(float\*\): NoneType"),
+        ((X, X.T, np.int32(256)), "not contiguous"),
+        ((X, X.copy()), "takes 3 arguments, not 2"),
+    ],
+)
+def test_K15_arguments_of_the_wrong_size_or_kind_are_refused(args: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(BenchError, match=words):
+        kernel_of("tiles")((1,), (64,), args)
