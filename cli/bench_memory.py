@@ -50,7 +50,7 @@ TRACES = ("sharegpt-like", "alpaca-like")
 @click.option(
     "--beam-churn",
     type=number(float, 0, 1),
-    default=0.3,
+    default=0.03,
     show_default=True,
     help="Chance that a beam goes on from another one at a step (an assumption: there is no model here).",
 )
