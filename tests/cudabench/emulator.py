@@ -119,16 +119,9 @@ class Kernel:
         if check not in (None, "race", "traffic"):
             raise BenchError(f"check: {check!r} is not None, 'race', 'asan' or 'traffic'")
         mode = "plain" if check is None else "race"
-        library = self.launch(
-            mode,
-            grid,
-            block,
-            args,
-            shared_mem=shared_mem,
-            order=order,
-            max_switches=max_switches,
-            traffic=check == "traffic",
-        )
+        traffic = check == "traffic"
+        how: dict[str, Any] = {"shared_mem": shared_mem, "order": order, "max_switches": max_switches}
+        library = self.launch(mode, grid, block, args, traffic=traffic, **how)
         return read_traffic(library) if traffic else None
 
     def launch(
