@@ -8,8 +8,8 @@ Run a kernel on the CPU (g++; one fiber per CUDA thread, real barriers, real war
     out = np.full(1000, np.nan, np.float32)
     kernel((8,), (128,), (x, out, np.int64(1000), np.float32(2)), shared_mem=0, order="forward")
 
-* arguments: C-contiguous arrays for pointers, NumPy scalars of the parameter's type and size for the rest (checked);
-  np.uint64(0) is a null pointer. Arrays are changed in place. `kernel.signature` lists the C types.
+* arguments: arrays for pointers (views too), NumPy scalars of the parameter's type and size for the rest (checked),
+  np.uint64(0) for a null pointer. Arrays are changed in place. `kernel.signature` lists the C types.
 * order="forward" | "reverse" | "random:SEED": the order of threads and blocks, and of when a cp.async lands (as late
   as its wait allows, at once, either). Run all three. Shared memory starts as NaN (all bits set).
 * check=None: fast. check="race": races (within and between blocks), reads of shared memory or of `Undefined(array)`

@@ -105,9 +105,9 @@ class Kernel:
     ) -> TrafficReport | None:
         """Launch and wait. Arrays are changed in place.
 
-        grid, block: 1 to 3 numbers. args: a C-contiguous ndarray (or `Undefined`) for a pointer, a NumPy scalar of the
-        parameter's type for anything else, np.void for a struct; np.uint64(0) is a null pointer. shared_mem: bytes of
-        dynamic shared memory. order: forward, reverse, random:SEED. check: None, "race", "asan" or "traffic", which
+        grid, block: 1 to 3 numbers. args: an ndarray (or `Undefined`) for a pointer, of which the kernel gets the
+        address, as from CuPy, strided or not; a NumPy scalar of the parameter's type for anything else, np.void for a
+        struct; np.uint64(0) is a null pointer. shared_mem: bytes of dynamic shared memory. order: forward, reverse, random:SEED. check: None, "race", "asan" or "traffic", which
         returns a TrafficReport. max_switches: give up after so many fiber switches (0: never).
         BenchError: arguments that do not fit. KernelFault: what the kernel did wrong, and where.
         """
@@ -154,52 +154,69 @@ class Kernel:
         )  # fmt: skip
         pointers = (ctypes.c_void_p * (len(values) + 1))(*[ctypes.addressof(value) for value in values])
         failed = getattr(library.lib, f"cudabench_launch_{self.name}")(pointers, ctypes.byref(how))
-        for array, copy in copies:
-            array.reshape(-1).view(np.uint8)[:] = copy
+        for copy in copies:
+            copy.write_back()
         if failed:
             raise KernelFault(library.lines(error.value.decode()))
         return library
 
-    def _values(self, library: Library, args: Sequence[Any]) -> tuple[list[Any], list[tuple[np.ndarray, np.ndarray]]]:
+    def _values(self, library: Library, args: Sequence[Any]) -> tuple[list[Any], list[_Copy]]:
         parameters = library.signature(self.name)
         if len(args) != len(parameters):
             raise BenchError(f"{self.name} takes {len(parameters)} arguments, not {len(args)}")
         if library.checked:
             library.lib.cudabench_forget_buffers()
         values: list[Any] = []
-        placed: dict[int, tuple[int, int]] = {}
-        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        copies: dict[int, _Copy] = {}
         for number, (arg, (kind, size)) in enumerate(zip(args, parameters, strict=True)):
             where = f"{self.name}, argument {number} ({kind})"
-            undefined = isinstance(arg, Undefined)
             array = arg.array if isinstance(arg, Undefined) else arg
-            if isinstance(array, np.ndarray):
-                if not kind.endswith("*") or not array.flags.c_contiguous:
-                    raise BenchError(f"{where}: {'not contiguous' if kind.endswith('*') else 'got an array'}")
-                address = array.ctypes.data
-                if library.checked and address not in placed:
-                    placed[address] = (self._place(library, array, undefined, copies), array.nbytes)
-                elif library.checked and placed[address][1] != array.nbytes:
-                    raise BenchError(f"{where}: two arrays of different sizes begin at one address")
-                values.append(ctypes.c_void_p(placed[address][0] if library.checked else address))
-            else:
+            if not isinstance(array, np.ndarray):
                 _check_scalar(array, kind, size, where)
                 values.append(ctypes.create_string_buffer(array.tobytes(), size))
-        return values, copies
+                continue
+            if not kind.endswith("*"):
+                raise BenchError(f"{where}: got an array")
+            shift = 0
+            low, high = _bounds(array)
+            if library.checked:  # what lies in one array stays in one copy
+                root = array
+                while isinstance(root.base, np.ndarray):
+                    root = root.base
+                start, stop = _bounds(root)
+                if stop - start <= _COPY_MOST:
+                    if start not in copies:
+                        copies[start] = _Copy(start, stop - start)
+                    shift = copies[start].shift
+                library.lib.cudabench_add_buffer(low + shift, high - low, int(isinstance(arg, Undefined)))
+            values.append(ctypes.c_void_p(array.ctypes.data + shift))
+        return values, list(copies.values())
 
-    def _place(self, library: Library, array: np.ndarray, undefined: bool, copies: list[Any]) -> int:
-        """Address at which a checked launch sees an array: a copy between guard zones, unless it is too large."""
-        if array.nbytes > _COPY_MOST:
-            address = array.ctypes.data
-        else:
-            zone = np.empty(array.nbytes + 2 * _GUARD, np.uint8)
-            start = _GUARD - zone.ctypes.data % 256 + array.ctypes.data % 16
-            copy = zone[start : start + array.nbytes]
-            copy[:] = array.reshape(-1).view(np.uint8)
-            address = copy.ctypes.data
-            copies.append((array, copy))
-        library.lib.cudabench_add_buffer(address, array.nbytes, int(undefined))
-        return address
+
+class _Copy:
+    """An array's memory between guard zones, for a checked launch."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self._zone = np.empty(size + 2 * _GUARD, np.uint8)
+        offset = _GUARD - self._zone.ctypes.data % 256 + start % 256  # aligned as the original is
+        self._inside = self._zone[offset : offset + size]
+        self._original = np.frombuffer((ctypes.c_char * size).from_address(start), np.uint8) if size else self._inside
+        self._inside[:] = self._original
+        self.shift = self._inside.ctypes.data - start
+
+    def write_back(self) -> None:
+        changed = self._inside != self._original
+        if changed.any():  # else the original may be read-only
+            self._original[changed] = self._inside[changed]
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    """Addresses of the first byte of an array, strides of any sign, and of the first beyond it."""
+    address = array.ctypes.data
+    if not array.size:
+        return address, address
+    ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return address + sum(min(end, 0) for end in ends), address + sum(max(end, 0) for end in ends) + array.itemsize
 
 
 def _three(numbers: Sequence[int], what: str, most: int) -> list[int]:

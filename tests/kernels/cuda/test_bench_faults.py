@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_support import ORDERS, need_emulator
-from cudabench import BenchError, Kernel, KernelFault, emulate
+from cudabench import BenchError, Kernel, KernelFault, Undefined, emulate
 
 pytestmark = need_emulator
 PLANTED = Path(__file__).resolve().parents[2] / "cudabench" / "kernels" / "planted.cu"
@@ -144,10 +144,32 @@ def test_a_crash_of_the_fast_mode_is_a_fault_not_the_end_of_the_process() -> Non
         ((X, X.copy(), np.int64(256)), r"argument 2 \(int\): got int64, 8 bytes"),
         ((X, X.copy(), np.float32(256)), r"argument 2 \(int\): got float32"),
         ((X, None, np.int32(256)), r"argument 1 \(float\*\): NoneType"),
-        ((X, X.T, np.int32(256)), "not contiguous"),
+        ((X, X.copy(), X), r"argument 2 \(int\): got an array"),
         ((X, X.copy()), "takes 3 arguments, not 2"),
     ],
 )
 def test_K15_arguments_of_the_wrong_size_or_kind_are_refused(args: tuple[Any, ...], words: str) -> None:
     with pytest.raises(BenchError, match=words):
         kernel_of("tiles")((1,), (64,), args)
+
+
+@pytest.mark.parametrize("check", [None, "race"])
+def test_views_of_one_array_stay_views_of_one_array(check: str | None) -> None:
+    both = np.zeros((2, 256), np.float32)
+    both[0] = X.reshape(-1)
+    kernel_of("tiles")((1,), (64,), (both[0], both[1, 64:], np.int32(256)), check=check)
+    np.testing.assert_allclose(both[1, 64:128], X[:, ::-1].sum(0), rtol=1e-5)
+    assert not both[1, :64].any() and not both[1, 128:].any()
+
+
+def test_the_bounds_are_those_of_the_view() -> None:
+    with pytest.raises(KernelFault, match=r"planted.cu:19: .* write of 4 bytes out of bounds \(offset 128 of array 1"):
+        kernel_of("tiles")((1,), (64,), (X, np.zeros(256, np.float32)[:32], np.int32(256)), check="race")
+
+
+def test_an_undefined_array_may_not_be_read() -> None:
+    with pytest.raises(KernelFault, match=r"planted.cu:10: .* uninitialised read of global memory, byte 0 of array 0"):
+        kernel_of("tiles")((1,), (64,), (Undefined(X), np.zeros(64, np.float32), np.int32(256)), check="race")
+    y = np.zeros(64, np.float32)
+    kernel_of("tiles")((1,), (64,), (X, Undefined(y), np.int32(256)), check="race")
+    assert y.any()
