@@ -8,6 +8,7 @@ import click
 
 from cupaged.cli import runtime
 from cupaged.cli.bench_memory import memory
+from cupaged.cli.bench_quality import quality
 from cupaged.cli.output import Output
 from cupaged.cli.values import number
 
@@ -49,3 +50,4 @@ def kernels(threads: int | None, seconds: float, only: str | None, as_object: bo
 
 
 bench.add_command(memory)
+bench.add_command(quality)

@@ -19,6 +19,7 @@ Capture = pytest.CaptureFixture[str]
 # thing: all that is tested must be refused before anything is opened.
 COMPLETE = {
     "bench kernels": [],
+    "bench quality": ["-w", "absent", "--text", "absent.txt"],
     "convert": ["absent-source", "absent-target"],
     "detokenize": ["-w", "absent", "1"],
     "generate": ["-w", "absent", "-p", "a", "--json"],
@@ -33,6 +34,8 @@ ABOVE_ZERO = ("-1", "0")
 REFUSED: dict[str, tuple[str, ...]] = {
     "--threads": (*NOT_WHOLE, *ABOVE_ZERO, "257"),
     "--seconds": (*ABOVE_ZERO, "61"),
+    "--tokens": (*NOT_WHOLE, *ABOVE_ZERO, "1", "1048577"),
+    "--window": (*NOT_WHOLE, *ABOVE_ZERO, "1", "1048577"),
     "--block-size": (*NOT_WHOLE, *ABOVE_ZERO, "257"),
     "--max-model-len": (*NOT_WHOLE, *ABOVE_ZERO, "2147483648"),
     "--max-batch-tokens": (*NOT_WHOLE, *ABOVE_ZERO, "65537"),
@@ -60,6 +63,7 @@ TEXTS = {  # any text is good, if it is text
     "--stop": ("\udcff", "", "x" * 257),
     "--bad-word": ("\udcff", "", "x" * 257),
     "--prompts-file": ("absent.txt", "", ".", "x" * 5000, "a\0b"),
+    "--text": ("absent.txt", "", ".", "x" * 5000, "a\0b", "\udcff"),
 }
 FEWER = {"--token-ids": ("", " ", "1,5")}  # these are ids, or none: for the model to say
 NO_NUMBERS = ("--prompt", "--system", "--stop", "--bad-word", "--prompts-file", "--weights")
