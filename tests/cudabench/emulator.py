@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ class Library:
             self.lib.cudabench_base.restype = ctypes.c_void_p
             self.lib.cudabench_add_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+    @functools.cache  # noqa: B019 - libraries live as long as the process
     def signature(self, name: str) -> list[tuple[str, int]]:
         """(C type, bytes) of every parameter."""
         function = getattr(self.lib, f"cudabench_signature_{name}")
@@ -107,8 +109,9 @@ class Kernel:
 
         grid, block: 1 to 3 numbers. args: an ndarray (or `Undefined`) for a pointer, of which the kernel gets the
         address, as from CuPy, strided or not; a NumPy scalar of the parameter's type for anything else, np.void for a
-        struct; np.uint64(0) is a null pointer. shared_mem: bytes of dynamic shared memory. order: forward, reverse, random:SEED. check: None, "race", "asan" or "traffic", which
-        returns a TrafficReport. max_switches: give up after so many fiber switches (0: never).
+        struct; np.uint64(0) is a null pointer. shared_mem: bytes of dynamic shared memory. order: forward, reverse,
+        random:SEED. check: None, "race", "asan" or "traffic", which returns a TrafficReport. max_switches: give up
+        after so many fiber switches (0: never).
         BenchError: arguments that do not fit. KernelFault: what the kernel did wrong, and where.
         """
         if check == "asan":
@@ -180,10 +183,7 @@ class Kernel:
             shift = 0
             low, high = _bounds(array)
             if library.checked:  # what lies in one array stays in one copy
-                root = array
-                while isinstance(root.base, np.ndarray):
-                    root = root.base
-                start, stop = _bounds(root)
+                start, stop = _bounds(_owner(array))
                 if stop - start <= _COPY_MOST:
                     if start not in copies:
                         copies[start] = _Copy(start, stop - start)
@@ -208,6 +208,15 @@ class _Copy:
         changed = self._inside != self._original
         if changed.any():  # else the original may be read-only
             self._original[changed] = self._inside[changed]
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    """The array that a view was taken of, at first; as_strided puts an object of another kind in between."""
+    while True:
+        base = array.base if isinstance(array.base, np.ndarray) else getattr(array.base, "base", None)
+        if not isinstance(base, np.ndarray):
+            return array
+        array = base
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:
