@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 
-IMPLEMENTATIONS = ["reference", "cpu"]
+IMPLEMENTATIONS = ["reference", "cpu", "cuda"]
 
 
 def make_operations(name: str) -> Any:
@@ -14,6 +15,12 @@ def make_operations(name: str) -> Any:
         from cupaged.kernels.reference import ReferenceOperations
 
         return ReferenceOperations()
+    if name == "cuda":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++, which runs the CUDA C kernels on the CPU")
+        from emulated import emulated_operations
+
+        return emulated_operations()
     from cupaged.device import get_device
 
     return get_device("cpu").ops
