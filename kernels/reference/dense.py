@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels import bfloat16
-from cupaged.kernels.interface import Activation, Array, Matrix, StorageType, WeightSource
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, Activation, Array, Matrix, WeightSource, WeightType, kept_type
+from cupaged.kernels.reference import quantised
+from cupaged.kernels.reference.quantised import QuantisedMatrix
 
 
 @dataclass(slots=True)
@@ -45,10 +48,34 @@ def widen(stored: Array, dtype: str) -> Array:
         return (bfloat16.to_float32(stored) if dtype == "bfloat16" else stored).astype(np.float64)
 
 
-def matrix(source: WeightSource, dtype: StorageType) -> ReferenceMatrix:
-    """Keep a weight matrix [N, K], rounded to `dtype`. KernelError if it has not two dimensions or dtype is unknown."""
+@dataclass(slots=True)
+class JoinedMatrix:
+    """Parts with equal columns, rows in order, each in its own type."""
+
+    rows: int
+    cols: int
+    dtype: str
+    nbytes: int
+    parts: list[ReferenceMatrix | QuantisedMatrix]
+
+
+def matrix(source: WeightSource, dtype: WeightType) -> ReferenceMatrix | QuantisedMatrix | JoinedMatrix:
+    """Keep a weight matrix [N, K], rounded to `dtype`, or its own blocks if that is "quantised".
+
+    KernelError if it has not two dimensions or dtype is unknown.
+    """
     if len(source.shape) != 2:
         raise KernelError(f"matrix: expected two dimensions, got shape {tuple(source.shape)}")
+    rows, cols = source.shape
+    if dtype == "quantised":
+        kept = [(part, kept_type(part.dtype, cols)) for part in source.parts]
+        parts = [quantised.matrix(part) if kind in PACKED_BLOCK_BYTES else _floats(part, kind) for part, kind in kept]
+        names = "+".join(name for name, _ in groupby(part.dtype for part in parts))
+        return parts[0] if len(parts) == 1 else JoinedMatrix(rows, cols, names, sum(p.nbytes for p in parts), parts)
+    return _floats(source, dtype)
+
+
+def _floats(source: WeightSource, dtype: str) -> ReferenceMatrix:
     rows, cols = source.shape
     data = narrow(source.float32(0, rows), dtype)
     return ReferenceMatrix(rows, cols, dtype, data.nbytes, data)
@@ -59,10 +86,12 @@ def vector(source: WeightSource) -> Array:
     return np.array(source.float32(0, source.shape[0]), np.float32)
 
 
-def _stored(weight: Matrix, name: str) -> Array:
-    if not isinstance(weight, ReferenceMatrix):
+def _parts(weight: Matrix, name: str) -> list[ReferenceMatrix | QuantisedMatrix]:
+    if isinstance(weight, JoinedMatrix):
+        return weight.parts
+    if not isinstance(weight, ReferenceMatrix | QuantisedMatrix):
         raise KernelError(f"{name}: a {type(weight).__name__} was packed for another set of kernels")
-    return weight.data
+    return [weight]
 
 
 def embed(ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
@@ -71,11 +100,17 @@ def embed(ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
     ids [T] integer, table [V, K], out [T, K] float32. KernelError for an id outside 0..V-1 (NumPy would take -1 as the
     last row).
     """
-    stored = _stored(table, "table")
+    parts = _parts(table, "table")
+    if len(parts) != 1:
+        raise KernelError("table: its rows are of several types")
     ids = np.asarray(ids)
     if ids.size and not (ids.min() >= 0 and ids.max() < table.rows):
         raise KernelError(f"ids: {int(ids.min())}..{int(ids.max())} leave the table's rows 0..{table.rows - 1}")
-    out[...] = widen(stored[ids], table.dtype) * scale
+    kept = parts[0]
+    if isinstance(kept, QuantisedMatrix):
+        out[...] = kept.values()[ids].astype(np.float64) * scale
+    else:
+        out[...] = widen(kept.data[ids], kept.dtype) * scale
 
 
 def _normed(x: Array, weight: Array, eps: float) -> Array:
@@ -111,12 +146,21 @@ def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> N
 
     x [T, K], weight [N, K], out [T, N], bias [N]; x, out and bias float32; out may not overlap x. One matrix-vector
     product a row: BLAS sums in another order for another number of rows, so `x @ weight.T` would give a token other
-    bits in company than alone. A matrix-vector product's order depends on [N, K] only.
+    bits in company than alone. A matrix-vector product's order depends on [N, K] only. With quantised weights: see
+    quantised.py.
     """
-    wide = widen(_stored(weight, "weight"), weight.dtype)
-    for row in range(x.shape[0]):
-        products = np.dot(wide, x[row].astype(np.float64))
-        out[row] = products if bias is None else products + bias
+    first = 0
+    for part in _parts(weight, "weight"):
+        places = slice(first, first + part.rows)
+        added = None if bias is None else bias[places]
+        if isinstance(part, QuantisedMatrix):
+            quantised.matmul(x, part, out[:, places], added)
+        else:
+            wide = widen(part.data, part.dtype)
+            for row in range(x.shape[0]):
+                products = np.dot(wide, x[row].astype(np.float64))
+                out[row, places] = products if added is None else products + added
+        first += part.rows
 
 
 def rope(x: Array, positions: Array, table: Array) -> None:
