@@ -98,7 +98,7 @@ int barrier_vote(const char *where, int operation, int value) {
     if (state.at_barrier == state.threads - state.done) { // threads that have returned are not waited for
         for (int i = 0; i < state.threads; i++) {
             const Fiber &other = state.fibers[i];
-            if (other.status == Status::barrier && strcmp(other.where, where))
+            if (other.status == Status::barrier && other.where != where && strcmp(other.where, where))
                 fault_text(where, std::string("divergent __syncthreads: other threads wait at ") + other.where);
         }
         release_barrier();

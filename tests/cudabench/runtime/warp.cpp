@@ -121,7 +121,7 @@ static void meet(const char *where, WarpOp op, unsigned mask) {
         if (w[l].status == Status::done)
             fault_text(where, "the mask names lane " + std::to_string(l) + ", which has returned");
         if (w[l].status != Status::warp) return wait_here();
-        if (w[l].op != op || w[l].mask != mask || strcmp(w[l].where, where)) {
+        if (w[l].op != op || w[l].mask != mask || (w[l].where != where && strcmp(w[l].where, where))) {
             if (w[l].mask >> lane & 1)
                 fault_text(where, std::string("lanes of one mask meet in different operations, the other at ") +
                                       w[l].where);
