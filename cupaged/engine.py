@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from cupaged.batch import StepInputs, build_batch
+from cupaged.beams import advance
 from cupaged.cache import PagedKVCache
 from cupaged.choosing import Outcome, choose
 from cupaged.device.base import Capture, Device
@@ -166,6 +167,9 @@ class Engine:
         self._peaks = [max(peak, pool.num_used) for peak, pool in zip(self._peaks, self.manager.pools, strict=True)]
         try:
             self._run_items(plan.items)
+            for request in plan.outgrown:
+                for sequence in request.live_sequences:
+                    self._finish(sequence, "length", None, [])
             if plan.chunks:
                 self._run_chunks(plan.chunks)
         finally:
@@ -210,9 +214,14 @@ class Engine:
             return
         # Only now does anything change: an interrupt before this leaves every sequence as it was.
         first = 0
+        beams: dict[Request, list[Array]] = {}
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             self._accept(chunk, logits[first : first + chunk.rows], outcome)
             first += chunk.rows
+            if chunk.samples and chunk.sequence.request.search is not None:
+                beams.setdefault(chunk.sequence.request, []).append(logits[first - 1])
+        for request, rows in beams.items():
+            self._advance_beams(request, rows)
 
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
@@ -252,6 +261,19 @@ class Engine:
                 self._append(taker, logits[-1], token)
         except Exception as error:
             self._fail(request, error)
+
+    def _advance_beams(self, request: Request, rows: list[Array]) -> None:
+        if request.state.terminal:  # one of its chunks failed
+            return
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        try:
+            advance(request, rows, self.scheduler)
+        except Exception as error:
+            self._fail(request, error)
+            return
+        if not request.sequences:
+            self._end(request, RequestState.FINISHED)
 
     def _score_prompt(self, chunk: Chunk, logits: Array) -> None:
         request = chunk.sequence.request
@@ -301,21 +323,24 @@ class Engine:
             reason, stop = "stop", matched
         sequence.finish_reason, sequence.stop_reason = reason, stop
         self.scheduler.release_sequence(sequence)
-        usage = None
-        if not request.live_sequences:
-            self._end(request, state)
-            usage = request.usage()
+        ended = not request.live_sequences
         if not request.params.picks:
             listed = None if logprobs is None else [logprobs]
+            usage = request.usage() if ended else None
             piece = StreamPiece(request.request_id, sequence.index, text + rest, tokens, listed, reason, stop, usage)
             self._pending.append(piece)
-        elif usage is not None:
-            self._pending += request.pieces()
+        if ended:
+            self._end(request, state)
 
     def _end(self, request: Request, state: RequestState) -> None:
+        """A request is over; where its outputs had to be picked, they go out now."""
+        self.scheduler.remove(request)
         request.state = state
         request.finished_time = time.monotonic()
-        self.scheduler.remove(request)
+        if request.search is not None:
+            request.sequences = request.reports
+        if request.params.picks:
+            self._pending += request.pieces()
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request because its step failed; the others go on."""

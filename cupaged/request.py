@@ -14,6 +14,7 @@ stem of a new request is its prompt; of one that lost its blocks it is the token
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from cupaged.beam_search import BeamSearch
 from cupaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StreamPiece, Usage
 from cupaged.sampling import SamplingParams
 from cupaged.stopping import StopMatcher
@@ -50,6 +52,13 @@ class TextStream:
         self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
         self._unsearched = params.min_tokens  # tokens whose text is not searched for stop strings
         self.text = ""
+
+    def fork(self) -> TextStream:
+        """Another stream that goes on from here by itself."""
+        twin = copy.copy(self)
+        twin._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        twin._matcher = copy.copy(self._matcher)  # its automaton is shared, its place in it is not
+        return twin
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(new text to show, stop string completed by this token)."""
@@ -88,6 +97,7 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     score: float | None = None
+    total: float = 0.0  # of a beam: the sum that its score is made of
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -129,6 +139,8 @@ class Request:
     preemptions: int = 0
     forks: int = 0
     copies: int = 0
+    search: BeamSearch[Sequence] | None = None
+    stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
     stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
 
     @property
@@ -144,14 +156,24 @@ class Request:
     def reports(self) -> list[Sequence]:
         """The sequences that are this request's outputs, in order: all, or the best `n` of its candidates.
 
-        best_of: by mean log-probability; among equals, the lower index. (One without tokens has mean 0.)
+        best_of: by mean log-probability; among equals, the lower index. (One without tokens has mean 0.) Of beams those
+        that are finished and those that are still here, by score.
         """
         if not self.params.picks:
             return self.sequences
-        for sequence in self.sequences:
-            sequence.score = sequence.cumulative_logprob / max(1, len(sequence.output_ids))
-        best = sorted(self.sequences, key=lambda sequence: (-(sequence.score or 0.0), sequence.index))
-        return best[: self.params.n]
+        candidates = list(self.sequences)
+        if self.search is not None:
+            for sequence in candidates:
+                sequence.score = self.search.score(sequence.total, max(1, len(sequence.output_ids)))
+            for score, sequence in self.search.finished:
+                if sequence not in candidates:
+                    sequence.score = score
+                    candidates.append(sequence)
+        else:
+            for sequence in candidates:
+                sequence.score = sequence.cumulative_logprob / max(1, len(sequence.output_ids))
+        candidates.sort(key=lambda sequence: -(sequence.score or 0.0))
+        return candidates[: self.params.n]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -223,6 +245,9 @@ def make_request(
     request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed, bad_words)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs.append(None)  # nothing comes before the first token
+    if params.beam_width is not None:
+        new = max_total - len(prompt_ids)
+        request.search = BeamSearch(params.beam_width, params.length_penalty, params.early_stopping, new, len(stop_ids))
     for index in range(1 if params.beam_width else params.num_sequences):  # beams branch when the first step is done
         detokenizer = None if make_detokenizer is None else make_detokenizer(params.skip_special_tokens)
         request.sequences.append(Sequence(request, index, list(prompt_ids), TextStream(detokenizer, params)))

@@ -9,6 +9,7 @@ character. Facts of each stage are those of the library's `decoders` (version 0.
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -40,6 +41,11 @@ class ByteLevel:
         self._bytes = byte_of_char()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def __copy__(self) -> ByteLevel:
+        twin = ByteLevel()
+        twin._utf8.setstate(self._utf8.getstate())
+        return twin
+
     def feed(self, strings: list[str]) -> list[str]:
         return [self._utf8.decode(self._to_bytes(string)) for string in strings]
 
@@ -62,6 +68,11 @@ class ByteFallback:
 
     def __init__(self) -> None:
         self._run = bytearray()
+
+    def __copy__(self) -> ByteFallback:
+        twin = ByteFallback()
+        twin._run += self._run
+        return twin
 
     def feed(self, strings: list[str]) -> list[str]:
         out: list[str] = []
@@ -222,6 +233,10 @@ class Detokenizer:
     def __init__(self, string_of: Callable[[int], str | None], stages: Sequence[Stage]) -> None:
         self._string_of = string_of
         self._stages = stages
+
+    def fork(self) -> Detokenizer:
+        """Another one with the same tokens behind it, for a sequence that branches here."""
+        return Detokenizer(self._string_of, [copy.copy(stage) for stage in self._stages])
 
     def push(self, token_id: int) -> str:
         """Take the next token; returns the new text that is certain, which may be ""."""
