@@ -19,7 +19,7 @@ from cupaged.errors import BlockError, RequestError, StepError, shown
 from cupaged.interrupts import uninterrupted
 from cupaged.kernels.interface import Array, KVView
 from cupaged.logprobs import best_logprobs, log_softmax
-from cupaged.memory import BlockManager, PlanItem, frame_of
+from cupaged.memory import BlockManager, CopyBlock, PlanItem, frame_of
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
 from cupaged.model.detokenizer import Detokenizer
@@ -27,9 +27,11 @@ from cupaged.outputs import FinishReason, StreamPiece
 from cupaged.request import Request, RequestState, make_request
 from cupaged.request import Sequence as TokenSequence
 from cupaged.request_checks import RequestChecks
+from cupaged.residency import Speeds
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import PROMPT_ROWS, Chunk, Scheduler
+from cupaged.scheduler import PROMPT_ROWS, Chunk, Scheduler, StepPlan
 from cupaged.stats import EngineStats
+from cupaged.swap import SwapEngine
 
 MakeDetokenizer = Callable[[bool], Detokenizer]
 
@@ -62,6 +64,10 @@ class Engine:
         self.device = device
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(manager, max_tokens, max_sequences)
+        self.scheduler.room.block_bytes = [cache.bytes_per_block for cache in self.caches]
+        self.scheduler.room.speeds = Speeds(unified=device.unified)
+        self.swaps = SwapEngine(device, self.caches)
+        self._prefill_speed: float | None = None  # tokens a second
         self.eos_ids = eos_ids
         self.num_steps = 0
         self._make_detokenizer = make_detokenizer
@@ -156,6 +162,11 @@ class Engine:
             forks=scheduler.forks,
             copies=memory.copies,
             preemptions=scheduler.preemptions,
+            preemptions_by_swap=scheduler.room.by_swap,
+            preemptions_by_recompute=scheduler.room.by_recompute,
+            swapped_out=memory.swapped_out,
+            swapped_in=memory.swapped_in,
+            read_in_place=scheduler.room.read_in_place,
         )
 
     # -- steps
@@ -163,7 +174,10 @@ class Engine:
     @uninterrupted
     def step(self) -> list[StreamPiece]:
         """Run one step; returns the pieces that it brought, the ends of aborted requests among them."""
+        self._settle()
         plan = self.scheduler.schedule()
+        while self._only_copies(plan):
+            plan = self.scheduler.schedule()
         self._peaks = [max(peak, pool.num_used) for peak, pool in zip(self._peaks, self.manager.pools, strict=True)]
         try:
             self._run_items(plan.items)
@@ -183,14 +197,45 @@ class Engine:
         return pieces
 
     def _run_items(self, items: Sequence[PlanItem]) -> None:
-        """Copies on write: all of a step's in one call per KV group, before anything is written."""
+        """Copies on write: all of a step's in one call per KV group, before anything is written. Then swaps start."""
+        if not items:
+            return
+        copies = [item for item in items if isinstance(item, CopyBlock)]
         for group, cache in enumerate(self.caches):
-            copies = [item for item in items if item.group == group]
-            if copies:
-                pairs = ([frame_of(item.source) for item in copies], [frame_of(item.destination) for item in copies])
+            own = [item for item in copies if item.group == group]
+            if own:
+                pairs = ([frame_of(item.source) for item in own], [frame_of(item.destination) for item in own])
                 self.device.ops.copy_blocks(cache.view, *pairs)
-        for item in items:
+        for item in copies:
             self.manager.complete(item.ticket)
+        self.swaps.start([item for item in items if not isinstance(item, CopyBlock)])
+
+    def _only_copies(self, plan: StepPlan) -> bool:
+        """Where a step has nothing to do but to wait for copies: do that, and say so."""
+        if plan.chunks or plan.outgrown or self._pending:
+            return False
+        self._run_items(plan.items)
+        if not self.swaps.busy:
+            return False
+        self.swaps.wait()
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """Copies that are done: their frames are free for others. One that failed ends those who need the block."""
+        if not self.swaps.busy:
+            return
+        for item, error in self.swaps.finished():
+            if error is not None:
+                for request in list(self._requests.values()):
+                    tables = [sequence.tables for sequence in request.live_sequences if sequence.tables is not None]
+                    if any(item.destination in each.tables[item.group].refs for each in tables):
+                        self._fail(request, StepError(f"a KV block could not be copied ({error})"))
+            self.manager.complete(item.ticket)
+        speed = self.swaps.speed
+        self.scheduler.room.speeds = Speeds(
+            speed.get("to_host"), speed.get("to_device"), self._prefill_speed, self.device.unified
+        )
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
         now = time.monotonic()
@@ -199,7 +244,9 @@ class Engine:
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = now
         try:
+            began = time.perf_counter()
             logits = self._forward(chunks)
+            self._measure(chunks, time.perf_counter() - began)
             outcomes = choose(chunks, logits, self.device.ops, self.num_steps)
         except Exception as error:
             requests = list(dict.fromkeys(chunk.sequence.request for chunk in chunks))
@@ -222,6 +269,14 @@ class Engine:
                 beams.setdefault(chunk.sequence.request, []).append(logits[first - 1])
         for request, rows in beams.items():
             self._advance_beams(request, rows)
+
+    def _measure(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """How fast prompts are computed, from steps that are mostly that: what recomputing costs."""
+        tokens = sum(chunk.count for chunk in chunks)
+        if tokens >= max(64, 4 * len(chunks)):
+            speed = tokens / seconds
+            known = self._prefill_speed or speed
+            self._prefill_speed = known + (speed - known) / 4
 
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
@@ -323,6 +378,7 @@ class Engine:
             reason, stop = "stop", matched
         sequence.finish_reason, sequence.stop_reason = reason, stop
         self.scheduler.release_sequence(sequence)
+        self.scheduler.room.ends += 1
         ended = not request.live_sequences
         if not request.params.picks:
             listed = None if logprobs is None else [logprobs]
@@ -351,7 +407,13 @@ class Engine:
 
     def check_idle(self) -> None:
         """BlockError unless free + cached == total in every pool; for when no request is left."""
+        while self.swaps.busy:  # of requests that have ended
+            self.swaps.wait()
+            self._settle()
         self.manager.audit()
+        for group, host in enumerate(self.manager.host_pools):
+            if host is not None and host.num_free != host.num_blocks:
+                raise BlockError(f"KV group {group}: {host.num_free} free of {host.num_blocks} blocks of the host pool")
         for group, pool in enumerate(self.manager.pools):
             if pool.num_free + pool.num_cached != pool.num_blocks:
                 raise BlockError(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from cupaged.errors import OutOfBlocks
 from cupaged.memory import BlockManager, PlanItem, blocks_for
+from cupaged.preemption import Given, Room
 from cupaged.request import Request, RequestState, Sequence, common_stem
 
 PROMPT_ROWS = 64  # tokens of prompts whose log-probabilities are wanted, in one step: their logits are V floats each
@@ -56,10 +57,12 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A step being put together; a victim's chunks are taken out again."""
+class Draft:
+    """A step being put together; a victim's chunks are taken out again. `reserved`: per KV group, blocks that are kept
+    for sequences whose room is still being made."""
 
     budget: int
+    reserved: list[int]
     prompt_rows: int = PROMPT_ROWS
     chunks: list[Chunk] = field(default_factory=list)
     items: list[PlanItem] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Scheduler:
         self.running: list[Request] = []  # by arrival
         self.preemptions = 0
         self.forks = 0
+        self.room = Room(self, manager)
 
     # -- requests and their blocks
 
@@ -94,6 +98,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self.release(request)
+        self.room.ends += 1
 
     def release(self, request: Request) -> None:
         """Give back the blocks of all sequences of a request."""
@@ -124,14 +129,16 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Blocks for it are taken; the engine commits or drops them."""
-        draft = _Draft(self.max_tokens)
+        draft = Draft(self.max_tokens, [0] * len(self.manager.groups))
+        self.room.fetch_ahead(draft)
         for decoding in (True, False):
             for request in list(self.running):
                 self._take_request(draft, request, decoding)
         self._admit(draft)
+        self.room.note_reads(draft)
         return StepPlan(tuple(draft.chunks), tuple(draft.items), tuple(draft.outgrown))
 
-    def _take_request(self, draft: _Draft, request: Request, decoding: bool) -> None:
+    def _take_request(self, draft: Draft, request: Request, decoding: bool) -> None:
         """Schedule those sequences of a running request that decode, or those that compute known tokens."""
         sequences = request.live_sequences
         if request.stem is not None:
@@ -144,7 +151,7 @@ class Scheduler:
             if request.state is RequestState.RUNNING and (sequence.num_remaining == 1) == decoding:
                 self._take(draft, sequence)
 
-    def _take_together(self, draft: _Draft, request: Request, sequences: list[Sequence]) -> None:
+    def _take_together(self, draft: Draft, request: Request, sequences: list[Sequence]) -> None:
         """All beams of a request, or none."""
         if request.state is not RequestState.RUNNING or draft.budget < len(sequences):
             return
@@ -152,10 +159,10 @@ class Scheduler:
             return
         for sequence in sequences:
             if not self._take(draft, sequence):
-                self._withdraw(draft, lambda chunk: chunk.sequence.request is request)
+                self.withdraw(draft, lambda chunk: chunk.sequence.request is request)
                 return
 
-    def _take(self, draft: _Draft, sequence: Sequence) -> bool:
+    def _take(self, draft: Draft, sequence: Sequence) -> bool:
         """Schedule as much of a running sequence as budget and blocks allow, making room if need be."""
         request = sequence.request
         if len(draft.chunks) >= self.max_sequences:
@@ -166,14 +173,15 @@ class Scheduler:
             count = min(count, draft.prompt_rows)
         if count <= 0 or (sequence.tables is None and not self._resume(draft, sequence)):
             return False
-        assert sequence.tables is not None
-        while True:
-            try:
-                items = self.manager.prepare_append(sequence.tables, count)
-                break
-            except OutOfBlocks:
-                if not self._make_room(draft, sequence):
-                    return False
+        if sequence.tables is None or not self.manager.settled(sequence.tables):
+            return False  # its blocks are on their way
+        while (items := self._prepare(draft, sequence, count)) is None:
+            if sequence.tables is None or request.state is not RequestState.RUNNING:
+                return False
+            count = min(count, self.room.most_tokens(request))
+            given = self.room.make(draft, request, self.manager.blocks_needed(sequence.tables, count))
+            if given is Given.LATER or (given is Given.NEVER and not self._give_up(draft, sequence)):
+                return False
         start = sequence.num_computed
         samples = start + count == len(sequence.tokens)
         draft.chunks.append(Chunk(sequence, start, count, samples, count if scored else int(samples)))
@@ -194,10 +202,10 @@ class Scheduler:
                 return len(sequence.tokens) - 1  # the last tokens of all beams are computed in one step
         return len(sequence.tokens)
 
-    def _resume(self, draft: _Draft, sequence: Sequence) -> bool:
+    def _resume(self, draft: Draft, sequence: Sequence) -> bool:
         """A table again for a sample that `_suspend` had taken it from, once all of it fits."""
         if draft.preempted or any(
-            self._blocks(group, sequence) > pool.num_free - self._promised(group)
+            self._blocks(group, sequence) > pool.num_free - self.promised(group)
             for group, pool in enumerate(self.manager.pools)
         ):
             return False
@@ -206,32 +214,39 @@ class Scheduler:
 
     # -- room
 
-    def _make_room(self, draft: _Draft, sequence: Sequence) -> bool:
-        """Free some blocks for a running sequence, if there is anybody to take them from but itself."""
-        request, victim = sequence.request, self.running[-1]
-        if victim is not request:
-            self._preempt(draft, victim)
-            return True
+    def _prepare(self, draft: Draft, sequence: Sequence, count: int) -> list[PlanItem] | None:
+        """Blocks for the next tokens, if they are free and not reserved."""
+        assert sequence.tables is not None
+        if any(draft.reserved) and not self.room.is_there(draft, self.manager.blocks_needed(sequence.tables, count)):
+            return None
+        try:
+            return self.manager.prepare_append(sequence.tables, count)
+        except OutOfBlocks:
+            return None
+
+    def _give_up(self, draft: Draft, sequence: Sequence) -> bool:
+        """There is nobody to take blocks from for this sequence: its request, or a sample of it, stops. True: that made
+        room."""
+        request = sequence.request
         if len(self.running) > 1:
-            self._preempt(draft, request)
+            self.room.stop_itself(draft, request)
             return False
         holders = [other for other in request.live_sequences if other.tables is not None]
         if request.params.beam_width is None and len(holders) > 1:
             self._suspend(draft, holders[-1])
             return sequence.tables is not None
-        if not (draft.preempted or draft.items):  # else blocks drain, which are free in the next step
-            draft.outgrown.append(request)
+        draft.outgrown.append(request)
         return False
 
-    def _suspend(self, draft: _Draft, sequence: Sequence) -> None:
+    def _suspend(self, draft: Draft, sequence: Sequence) -> None:
         """Take the blocks of one sample of a request; its K/V are computed anew when there is room."""
-        self._withdraw(draft, lambda chunk: chunk.sequence is sequence)
+        self.withdraw(draft, lambda chunk: chunk.sequence is sequence)
         self.release_sequence(sequence)
         draft.preempted = True
         sequence.request.preemptions += 1
         self.preemptions += 1
 
-    def _withdraw(self, draft: _Draft, gone: Callable[[Chunk], bool]) -> None:
+    def withdraw(self, draft: Draft, gone: Callable[[Chunk], bool]) -> None:
         """Take chunks out of the step again. Their copies stay in the plan: the blocks are in the tables already."""
         for chunk in [chunk for chunk in draft.chunks if gone(chunk)]:
             draft.chunks.remove(chunk)
@@ -240,21 +255,9 @@ class Scheduler:
             if chunk.sequence.tables is not None:
                 self.manager.commit_append(chunk.sequence.tables, 0)
 
-    def _preempt(self, draft: _Draft, victim: Request) -> None:
-        """Take a running request's blocks away; it waits again, at its place by arrival."""
-        draft.preempted = True
-        self._withdraw(draft, lambda chunk: chunk.sequence.request is victim)
-        self.release(victim)
-        self.running.remove(victim)
-        victim.state = RequestState.WAITING
-        victim.stem = None
-        victim.preemptions += 1
-        self.preemptions += 1
-        self.add(victim)
-
     # -- admission
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let waiting requests in, in order, while the whole of the first one's tokens and one more each fit.
 
         Admitting what fits only in part would have it preempted soon; and after a preemption nobody is admitted in the
@@ -263,11 +266,19 @@ class Scheduler:
         """
         while self.waiting and not draft.preempted and not draft.outgrown and draft.budget:
             request = self.waiting[0]
-            if self.running and (self._suspended or not self._fits(request)):
+            if self.running and (self._suspended or self.room.must_wait(request)):
+                return
+            if self.room.is_parked(request) and not self.room.bring_back(draft, request):
+                return
+            if not self.room.is_parked(request) and self.running and not self._fits(request):
                 return
             self.waiting.pop(0)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=lambda r: r.arrival)
+            if self.room.is_parked(request):
+                for decoding in (True, False):
+                    self._take_request(draft, request, decoding)
+                continue
             sequences = request.live_sequences
             if len(sequences) > 1:
                 request.stem = common_stem(sequences)
@@ -291,7 +302,7 @@ class Scheduler:
         sequences = request.live_sequences
         stem = common_stem(sequences) if len(sequences) > 1 else 0
         return all(
-            self._needed(group, sequences, stem) <= pool.num_free - self._promised(group)
+            self._needed(group, sequences, stem) <= pool.num_free - self.promised(group)
             for group, pool in enumerate(self.manager.pools)
         )
 
@@ -305,15 +316,17 @@ class Scheduler:
         tokens = min(len(sequence.tokens) + 1, self.manager.longest_sequence)
         return blocks_for(tokens, self.manager.groups[group].block_size)
 
-    def _promised(self, group: int) -> int:
-        """Blocks that running sequences still need for tokens that are known already, and one more each."""
+    def promised(self, group: int, besides: Request | None = None) -> int:
+        """Blocks that running requests, all or all but one, still need for tokens that are known, and one more each."""
+        return sum(self.promised_to(group, request) for request in self.running if request is not besides)
+
+    def promised_to(self, group: int, request: Request) -> int:
+        """Blocks that a request with blocks still needs for tokens that are known already, and one more each."""
         promised = 0
-        for request in self.running:
-            shared = 0 if request.stem is None else request.stem // self.manager.groups[group].block_size
-            for sequence in request.live_sequences:
-                if sequence.tables is not None:
-                    need = self._blocks(group, sequence) - sequence.tables.tables[group].num_blocks
-                    promised += max(0, need)
-                elif request.stem is not None:
-                    promised += self._blocks(group, sequence) - shared
+        shared = 0 if request.stem is None else request.stem // self.manager.groups[group].block_size
+        for sequence in request.live_sequences:
+            if sequence.tables is not None:
+                promised += max(0, self._blocks(group, sequence) - sequence.tables.tables[group].num_blocks)
+            elif request.stem is not None:
+                promised += self._blocks(group, sequence) - shared
         return promised

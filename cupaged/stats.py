@@ -15,7 +15,9 @@ class EngineStats:
     peak_blocks: per KV group the most blocks that were in use in one step.
     running, waiting: requests. sequences: with blocks of their own. steps: forward passes and empty steps.
     forks: sequences that began by sharing another one's blocks. copies: blocks copied because a shared one was to be
-    written. preemptions: requests (or samples of one) that had to give up their blocks.
+    written. preemptions: requests (or samples of one) that had to stop for lack of blocks; by_swap: that kept theirs,
+    or had them moved to the host; by_recompute: whose K/V were dropped, while they ran or waited. swapped_out,
+    swapped_in: blocks moved to the host pool and back. read_in_place: blocks that steps read on the host, each time.
     """
 
     groups: tuple[GroupStats, ...]
@@ -27,3 +29,8 @@ class EngineStats:
     forks: int
     copies: int
     preemptions: int
+    preemptions_by_swap: int = 0
+    preemptions_by_recompute: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    read_in_place: int = 0

@@ -261,6 +261,17 @@ class BlockManager:
             raise BlockError(f"KV group {group} has no {where.name.lower()} pool")
         return pool
 
+    def copies_due(self, group: int, sequences: Iterable[SequenceTables]) -> int:
+        """Copies on write that these sequences will take if each appends a token: of a shared last block all users but
+        the last to write copy it, wherever it lies now."""
+        writers: dict[int, int] = {}
+        for tables in sequences:
+            index, offset = divmod(tables.num_tokens, self.groups[group].block_size)
+            if offset:
+                ref = tables.tables[group].refs[index]
+                writers[ref] = writers.get(ref, 0) + 1
+        return sum(min(count, self.pool(group, pool_of(ref)).count(ref) - 1) for ref, count in writers.items())
+
     # What fits, and how full it is
 
     def fits_ever(self, num_tokens: int) -> bool:

@@ -41,21 +41,26 @@ def use_layout(engine: Engine, layout: Any) -> None:
             *(cache.num_blocks, cache.block_size, cache.num_kv_heads, cache.head_dim, cache.num_layers, cache.dtype),
             engine.device,
             layout,
+            host_blocks=cache.host_blocks,
         )
         for cache in engine.caches
     ]
+    engine.swaps.caches = engine.caches
+    engine.manager.in_place = all(cache.reads_in_place for cache in engine.caches)
 
 
 def scatter(engine: Engine, seed: int) -> None:
     """Have the pools hand out their blocks in random order (reaches into the pool: an order is not its promise)."""
-    for pool in engine.manager.pools:
+    for pool in (*engine.manager.pools, *filter(None, engine.manager.host_pools)):
         random.Random(seed).shuffle(pool._free)
 
 
 def poison(engine: Engine) -> None:
     """NaN in every slot of every block."""
     for cache in engine.caches:
-        cache.array[:] = 0x7FC0 if cache.array.dtype == np.uint16 else np.nan
+        for array in (cache.array, cache.host_array):
+            if array is not None:
+                array[:] = 0x7FC0 if array.dtype == np.uint16 else np.nan
 
 
 def mix(seed: int, count: int = 10, longest: int = 150, new: int = 24, vocab: int = VOCAB, aborts: bool = True) -> Any:

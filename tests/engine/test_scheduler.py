@@ -156,11 +156,11 @@ def test_a_victim_that_is_scheduled_already_leaves_the_step() -> None:
     bench = Bench(blocks=6, block_size=4, max_tokens=8)
     old = bench.add(prompt=20, new=2)
     bench.step()
-    young = make_request("y", None, [1] * 3, SamplingParams(max_tokens=2), 5, frozenset(), 99, None)
+    young = make_request("y", None, [1] * 15, SamplingParams(max_tokens=2), 17, frozenset(), 99, None)
     young.state = RequestState.RUNNING  # as if let in before the promise to `old` was counted
     young.sequences[0].tables = bench.manager.create()
     bench.manager.prepare_append(young.sequences[0].tables, 16)
-    bench.manager.commit_append(young.sequences[0].tables, 2)
+    bench.manager.commit_append(young.sequences[0].tables, 14)
     bench.scheduler.running.append(young)
     assert bench.step() == {old.request_id: (8, 7)}  # the eighth token was the victim's, whose chunk is gone
     assert young.state is RequestState.WAITING
