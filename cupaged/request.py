@@ -141,7 +141,6 @@ class Request:
     copies: int = 0
     search: BeamSearch[Sequence] | None = None
     stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
-    stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
     stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
 
     @property
