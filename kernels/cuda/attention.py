@@ -19,6 +19,8 @@ LOG2E = 1.4426950408889634
 SLICES = 4
 MAX_HEAD_DIM = 256
 ROW_VARIANTS = (1, 4, 8)  # of the kernel without tensor cores: a decoding head, a small group, prefill
+TENSOR_ROWS = (16, 32)  # of the kernel on tensor cores: decode, and prefill
+TENSOR_GROUP = 4  # query heads of a KV head from which on tensor cores are worth it: below, decode is bound by memory
 WORKERS = 4  # work items that are under way on a multiprocessor, at most; more only wait
 
 
@@ -38,6 +40,11 @@ class Variant:
     @property
     def in_flight(self) -> int:
         return (self.buffers - 1) * self.half_bytes
+
+    @property
+    def defines(self) -> dict[str, int]:
+        rows = {"ROWS": self.rows} if self.kernel == "paged_attention" else {"ROW_TILES": self.rows // 16}
+        return {**rows, "BUFFERS": self.buffers}
 
 
 def row_bytes(head_dim: int, dtype: str) -> int:
@@ -62,6 +69,23 @@ def plain_variant(head_dim: int, dtype: str, block_size: int, rows: int, shared_
             return Variant(
                 "paged_attention.cu", "paged_attention", rows, 32 * SLICES, buffers, half, overlay + fixed
             )
+    raise KernelError(
+        f"head_dim: {head_dim} of {dtype} needs {2 * half + fixed + static:,} bytes of shared memory, "
+        f"this device gives a block {shared_limit:,}"
+    )
+
+
+def tensor_variant(head_dim: int, dtype: str, block_size: int, rows: int, shared_limit: int) -> Variant:
+    """The kernel on tensor cores; `rows` 16 or 32. As `plain_variant` otherwise."""
+    half = TILE * row_bytes(head_dim, dtype)
+    fixed = 2 * rows * (padded(head_dim) * 2 + 16) + 8 * (PART // block_size + 2)
+    static = rows * (8 + 4 + 2 * SLICES * 4)
+    wanted = max(2, min(6, 1 + -(-40 * 1024 // half)))
+    for buffers in range(wanted, 1, -1):
+        overlay = max(buffers * half, rows * padded(head_dim) * 4)
+        if overlay + fixed + static <= shared_limit:
+            name = "paged_attention_tensor"
+            return Variant(f"{name}.cu", name, rows, 8 * rows, buffers, half, overlay + fixed)
     raise KernelError(
         f"head_dim: {head_dim} of {dtype} needs {2 * half + fixed + static:,} bytes of shared memory, "
         f"this device gives a block {shared_limit:,}"
@@ -139,8 +163,17 @@ class Attention:
 
     def _variant(self, cache: KVView, group: int, most_queries: int) -> Variant:
         wanted = group * most_queries
+        if self._uses_tensor_cores(cache, group):
+            rows = TENSOR_ROWS[0] if wanted <= TENSOR_ROWS[0] else TENSOR_ROWS[1]
+            return tensor_variant(cache.head_dim, cache.dtype, cache.block_size, rows, self._backend.shared_limit)
         rows = next((rows for rows in ROW_VARIANTS if rows >= wanted), ROW_VARIANTS[-1])
         return plain_variant(cache.head_dim, cache.dtype, cache.block_size, rows, self._backend.shared_limit)
+
+    def _uses_tensor_cores(self, cache: KVView, group: int) -> bool:
+        """By the device, the cache and the group: never by the call, since the two kernels differ in the last bits."""
+        if self._backend.architecture < 80 or cache.dtype == "float32" or self._tensor_cores is False:
+            return False
+        return self._tensor_cores is True or group >= TENSOR_GROUP
 
     def run(
         self,
@@ -176,7 +209,7 @@ class Attention:
             most = self._backend.multiprocessors * WORKERS
             self._launch(
                 variant.source, variant.kernel, (min(len(plan.work.items), most), cache.num_kv_heads), variant.threads,
-                defines | self._layout(cache, pools) | {"ROWS": variant.rows, "BUFFERS": variant.buffers},
+                defines | self._layout(cache, pools) | variant.defines,
                 variant.shared_bytes,
                 items=plan.views["items"], num_items=plan.views["num_items"], tokens=plan.views["tokens"],
                 positions=plan.views["positions"], tables=plan.views["tables"],
