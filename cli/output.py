@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cupaged.cli.errors import OutputClosedError
 from cupaged.errors import CupagedError
-from cupaged.outputs import RequestMetrics, RequestOutput
+from cupaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 # A model may write anything, escape sequences included, which a terminal would obey. Line breaks and tabs stay.
 _VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
@@ -67,20 +67,18 @@ def finite(value: Any) -> Any:
 
 
 def as_json(index: int, prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
-    """The JSON object of one request. `index` counts the prompts from 0; of a chat, `prompt` is the user's message."""
-    first = output.outputs[0]
-    return {
+    """The JSON object of one request. `index` counts the prompts from 0; of a chat, `prompt` is the user's message.
+
+    Text, ids and what else belongs to an output are those of the first; where there are several, "outputs" holds all.
+    """
+    first, *others = output.outputs
+    fields = {
         "index": index,
         "request_id": output.request_id,
         "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": output.prompt_token_ids,
-        "text": first.text,
-        "token_ids": first.token_ids,
-        "finish_reason": first.finish_reason,
-        "stop_reason": first.stop_reason,
+        **_completion(first),
         "error": output.error,
-        "cumulative_logprob": first.cumulative_logprob,
-        "logprobs": first.logprobs,
         "prompt_logprobs": output.prompt_logprobs,
         "usage": {
             "prompt_tokens": output.usage.prompt_tokens,
@@ -90,10 +88,25 @@ def as_json(index: int, prompt: str | list[int], output: RequestOutput) -> dict[
         },
         "metrics": durations(output.metrics),
     }
+    if others:
+        fields["outputs"] = [{"index": each.index, **_completion(each)} for each in output.outputs]
+    return fields
+
+
+def _completion(output: CompletionOutput) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "score": output.score,
+        "cumulative_logprob": output.cumulative_logprob,
+        "logprobs": output.logprobs,
+    }
 
 
 def durations(metrics: RequestMetrics) -> dict[str, float | int | None]:
-    """Seconds from the arrival of a request to each event (None: it did not happen), and its preemptions."""
+    """Seconds from the arrival of a request to each event (None: it did not happen), and what its memory cost."""
 
     def since_arrival(time: float | None) -> float | None:
         return None if time is None else round(time - metrics.arrival_time, 6)
@@ -103,4 +116,6 @@ def durations(metrics: RequestMetrics) -> dict[str, float | int | None]:
         "first_token_seconds": since_arrival(metrics.first_token_time),
         "finished_seconds": since_arrival(metrics.finished_time),
         "preemptions": metrics.preemptions,
+        "forks": metrics.forks,
+        "copies_on_write": metrics.copies_on_write,
     }

@@ -38,6 +38,24 @@ def sampling_options(default_max_tokens: int) -> Callable[[Any], Any]:
             "--min-p", type=sampling("min_p", float), default=0.0, show_default=True,
             help="Keep tokens this likely beside the best.",
         ),
+        click.option(
+            "--n", type=sampling("n", int), default=1, show_default=True,
+            help="Outputs for each prompt, which is computed and stored once.",
+        ),
+        click.option(
+            "--best-of", type=sampling("best_of", int),
+            help="Sample so many and show the n best by mean log-probability.",
+        ),
+        click.option("--beams", "beam_width", type=sampling("beam_width", int), help="Beam search with so many beams."),
+        click.option(
+            "--length-penalty", type=sampling("length_penalty", float, beam_width=1), default=1.0, show_default=True,
+            help="Of beams: score = log-probability / length to this power.",
+        ),
+        click.option(
+            "--early-stopping", type=click.Choice(["true", "false", "never"]), default="false", show_default=True,
+            help="Of beams: end once there are enough finished ones; when no running one is better now; or only when "
+            "none can become better.",
+        ),
         click.option("--seed", type=sampling("seed", int), help="Makes sampling repeatable."),
         click.option(
             "--repetition-penalty", type=sampling("repetition_penalty", float), default=1.0, show_default=True,
@@ -91,14 +109,19 @@ def sampling_options(default_max_tokens: int) -> Callable[[Any], Any]:
 NAMES = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "keep_special", "logprobs", "prompt_logprobs",
+    "include_stop_str_in_output", "ignore_eos", "keep_special", "logprobs", "prompt_logprobs", "n", "best_of",
+    "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
+
+
+EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
 
 
 def take(options: dict[str, Any]) -> dict[str, Any]:
     """Take the sampling options out of a command's options, as fields of SamplingParams."""
     fields = {name: options.pop(name) for name in NAMES}
     fields["skip_special_tokens"] = not fields.pop("keep_special")
+    fields["early_stopping"] = EARLY_STOPPING[fields["early_stopping"]]
     fields["logit_bias"] = dict(fields["logit_bias"]) or None
     return fields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -66,14 +67,30 @@ class Session:
             if len(jobs) > 1:
                 self._output.write(self._heading(index, jobs))
             try:
-                for piece, result in self._pieces(stream):
-                    self._output.write(self._text(piece))
-                    if result is not None:
-                        self._output.end_line()
-                        failed += self._complain_if_failed(index, jobs, result)
+                result = self._show_outputs(stream, jobs[index].params)
             finally:
                 self._output.end_line()
+            failed += self._complain_if_failed(index, jobs, result)
         return failed
+
+    def _show_outputs(self, stream: PieceStream, params: SamplingParams) -> RequestOutput:
+        """The outputs of one prompt in order: the one whose turn it is as it comes, what comes for others later."""
+        waiting: defaultdict[int, list[StreamPiece]] = defaultdict(list)
+        turn, begun = 0, False
+        for piece, result in self._pieces(stream):
+            waiting[piece.index].append(piece)
+            while waiting[turn] and (result is not None or not params.picks):  # scores come with the result
+                if params.n > 1 and not begun:
+                    self._output.write(_output_heading(turn, params.n, result))
+                begun = True
+                pieces = waiting.pop(turn)
+                for each in pieces:
+                    self._output.write(self._text(each))
+                if pieces[-1].finish_reason is not None:
+                    self._output.end_line()
+                    turn, begun = turn + 1, False
+        assert result is not None  # the last piece brings it
+        return result
 
     def show_objects(self, jobs: Sequence[Job]) -> int:
         """A JSON object a line."""
@@ -143,6 +160,11 @@ class Session:
             where = "" if len(jobs) == 1 else f"{_place(index, jobs)}: "
             complain(f"{where}{result.error or 'the request failed'}")
         return failed
+
+
+def _output_heading(index: int, count: int, result: RequestOutput | None) -> str:
+    score = None if result is None else result.outputs[index].score
+    return f"--- output {index + 1} of {count}" + ("" if score is None else f", score {score:.4f}") + "\n"
 
 
 def _place(index: int, jobs: Sequence[Job]) -> str:

@@ -10,6 +10,7 @@ from cupaged.cli.errors import note
 
 if TYPE_CHECKING:
     from cupaged.outputs import RequestOutput
+    from cupaged.stats import EngineStats
 
 
 class Statistics:
@@ -32,8 +33,8 @@ class Statistics:
         self._cached += result.usage.cached_tokens
         self._completion += result.usage.completion_tokens
 
-    def print(self) -> None:
-        """Two lines on stderr. tokens/s counts generated tokens over all the time since the model was loaded."""
+    def print(self, engine: EngineStats) -> None:
+        """Three lines on stderr. tokens/s counts generated tokens over all the time since the model was loaded."""
         seconds = time.monotonic() - self._started
         rate = self._completion / seconds if seconds > 0 else 0.0
         line = f"{self._prompt} prompt tokens ({self._cached} cached), {self._completion} generated in {seconds:.2f} s"
@@ -45,6 +46,11 @@ class Statistics:
         peak = peak_memory()
         memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
         note(f"model loaded in {self._started - self._made:.2f} s{memory}")
+        pools = (f"{peak} of {group.pool.total}" for peak, group in zip(engine.peak_blocks, engine.groups, strict=True))
+        note(
+            f"KV blocks: at most {' and '.join(pools)} in use, {engine.forks} forks, {engine.copies} copied on write, "
+            f"{engine.preemptions} preemptions"
+        )
 
 
 def peak_memory() -> int | None:

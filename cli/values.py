@@ -40,15 +40,16 @@ class Checked(click.ParamType):
         return parsed
 
 
-def sampling(field: str, parse: Callable[[Any], Any], *, many: bool = False) -> Checked:
-    """A field of SamplingParams; `many`: the option gives one item of the field's list."""
+def sampling(field: str, parse: Callable[[Any], Any], *, many: bool = False, **others: Any) -> Checked:
+    """A field of SamplingParams; `many`: the option gives one item of the field's list. `others`: fields without which
+    it means nothing."""
 
     def check(value: Any) -> None:
         from cupaged.sampling import SamplingParams
 
         if isinstance(value, str):
             utf8(value)
-        options: dict[str, Any] = {field: [value] if many else value}
+        options: dict[str, Any] = {field: [value] if many else value, **others}
         SamplingParams(**options)
 
     return Checked(parse, field, check)

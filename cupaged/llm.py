@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cupaged.engine import Engine
     from cupaged.loading import LoadedModel, ProgressSink
     from cupaged.model.tokenizer import Tokenizer
+    from cupaged.stats import EngineStats
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -149,6 +150,11 @@ class LLM:
         """End a running request of another thread. False if there is none of that id."""
         with self._lock:
             return self._model.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Counters since the model was loaded, and how full the memory is now."""
+        with self._lock:
+            return self._model.engine.stats()
 
     # -- about
 

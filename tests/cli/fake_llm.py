@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cupaged.errors import ModelFileError, RequestError
+from cupaged.memory import GroupStats, PoolStats
 from cupaged.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamPiece, Usage
+from cupaged.stats import EngineStats
 
 WORDS = [" one", " two", " three", " four", " five", " six", " seven", " eight"]
 
@@ -117,7 +119,14 @@ class FakeLLM:
         )
         return stream
 
+    def stats(self) -> EngineStats:
+        pool = PoolStats(total=10, free=10, cached=0, used=0, shared=0, draining=0)
+        return EngineStats((GroupStats(pool, 16, 0),), (4,), 0, 0, 0, 9, forks=3, copies=2, preemptions=1)
+
     def _pieces(self, result: RequestOutput) -> Iterator[StreamPiece]:
+        if len(result.outputs) > 1:
+            yield from self._interleaved(result)
+            return
         for index, token in enumerate(result.token_ids):
             if index == 3 and self.mode == "slow-decode":
                 time.sleep(60)
@@ -126,6 +135,18 @@ class FakeLLM:
             yield StreamPiece(result.request_id, 0, WORDS[token], [token])
         yield StreamPiece(result.request_id, 0, "", [], None, result.finish_reason, None, result.usage)
 
+    def _interleaved(self, result: RequestOutput) -> Iterator[StreamPiece]:
+        """Token by token, one of each output; where they are picked, each whole."""
+        for place in range(max(len(each.token_ids) for each in result.outputs)):
+            for each in result.outputs:
+                if each.score is None and place < len(each.token_ids):
+                    token = each.token_ids[place]
+                    yield StreamPiece(result.request_id, each.index, WORDS[token], [token])
+        for each in result.outputs:
+            text, ids = ("", []) if each.score is None else (each.text, each.token_ids)
+            usage = result.usage if each is result.outputs[-1] else None
+            yield StreamPiece(result.request_id, each.index, text, ids, None, each.finish_reason, None, usage)
+
     def _result(self, index: int, prompt: Any, params: Any) -> RequestOutput:
         ids = [i % len(WORDS) for i in range(params.max_tokens)]
         logprobs = None if params.logprobs is None else [{i: float("nan"), 7: float("-inf")} for i in ids]
@@ -133,11 +154,20 @@ class FakeLLM:
         completion = CompletionOutput(
             0, "".join(WORDS[i] for i in ids), ids, None, logprobs, "error" if failed else "length"
         )
+        if params.picks:
+            completion.score = -0.25
+        others = [
+            CompletionOutput(
+                number, "".join(WORDS[i + number] for i in ids), [i + number for i in ids],
+                finish_reason="length", score=-0.25 - number if params.picks else None,
+            )
+            for number in range(1, params.n)
+        ]  # fmt: skip
         now = time.monotonic()
         times = RequestMetrics(now, now, now + 0.25, now + 1)
         text = prompt if isinstance(prompt, str) else None
         return RequestOutput(
-            f"r{index}", text, [1, 2, 3], [completion], Usage(3, len(ids), 1), times,
+            f"r{index}", text, [1, 2, 3], [completion, *others], Usage(3, len(ids), 1), times,
             error="step 5: logits are not finite" if failed else None,
         )  # fmt: skip
 

@@ -77,12 +77,68 @@ def test_S05_an_empty_prompt_among_others_is_named_before_anything_runs(run: Run
     assert err == "cupaged: error: prompt 2 of 3 (--prompt): the prompt is empty: at least one token is needed\n"
 
 
-def test_stats_are_two_lines_on_stderr(run: Run) -> None:
+def test_several_outputs_stand_in_order_under_headings_whatever_order_they_come_in(run: Run) -> None:
+    code, out, _ = run("generate", "-w", "fake", "-p", "a", "-n", "2", "--n", "3")
+    assert (code, out) == (
+        0, "--- output 1 of 3\n one two\n--- output 2 of 3\n two three\n--- output 3 of 3\n three four\n",
+    )  # fmt: skip
+    _, out, _ = run("generate", "-w", "fake", "-p", "a", "-p", "b", "-n", "1", "--n", "2")
+    assert out == (
+        "=== 1 of 2: a\n--- output 1 of 2\n one\n--- output 2 of 2\n two\n"
+        "\n=== 2 of 2: b\n--- output 1 of 2\n one\n--- output 2 of 2\n two\n"
+    )
+
+
+def test_picked_outputs_show_their_scores_unless_there_is_but_one(run: Run) -> None:
+    _, out, _ = run("generate", "-w", "fake", "-p", "a", "-n", "1", "--beams", "4", "--n", "2")
+    assert out == "--- output 1 of 2, score -0.2500\n one\n--- output 2 of 2, score -1.2500\n two\n"
+    assert run("generate", "-w", "fake", "-p", "a", "-n", "1", "--best-of", "4")[1] == " one\n"
+
+
+def test_json_of_several_outputs_holds_them_all(run: Run) -> None:
+    _, out, _ = run("generate", "-w", "fake", "-p", "a", "-n", "1", "--beams", "4", "--n", "2", "--json")
+    line = json.loads(out)
+    assert (line["text"], line["score"]) == (" one", -0.25)
+    assert [(each["index"], each["text"], each["score"]) for each in line["outputs"]] == [
+        (0, " one", -0.25), (1, " two", -1.25),
+    ]  # fmt: skip
+    _, out, _ = run("generate", "-w", "fake", "-p", "a", "-n", "1", "--json")
+    assert "outputs" not in json.loads(out) and json.loads(out)["score"] is None
+
+
+def test_group_options_reach_the_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "params", [])
+    run("generate", "-w", "fake", "-p", "a", "--beams", "3", "--n", "2", "--length-penalty", "0.5", "-n", "1")
+    run("generate", "-w", "fake", "-p", "a", "--beams", "3", "--early-stopping", "never", "-n", "1")
+    run("generate", "-w", "fake", "-p", "a", "--beams", "3", "--early-stopping", "true", "-n", "1")
+    run("generate", "-w", "fake", "-p", "a", "--best-of", "3", "-n", "1")
+    penalised, never, soon, best = FakeLLM.params
+    assert (penalised.beam_width, penalised.n, penalised.length_penalty) == (3, 2, 0.5)
+    assert (penalised.early_stopping, never.early_stopping, soon.early_stopping) == (False, "never", True)
+    assert (best.beam_width, best.best_of, best.n) == (None, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--length-penalty", "2"], "length_penalty=2.0: this is for beam search; set beam_width"),
+        (["--early-stopping", "never"], "early_stopping='never': this is for beam search; set beam_width"),
+        (["--n", "3", "--beams", "2"], "n=3 is out of range: 1 .. beam_width (2) is allowed"),
+        (["--n", "3", "--best-of", "2"], "best_of=2 is out of range: n (3) .. 1024 is allowed"),
+        (["--beams", "2", "-t", "0.7"], "temperature=0.7: beam search does not sample; 0 or 1 is allowed"),
+    ],
+)
+def test_Q09_groups_that_cannot_be_are_one_line(run: Run, args: list[str], message: str) -> None:
+    assert run("generate", "-w", "fake", "-p", "a", *args) == (2, "", f"cupaged: error: {message}\n")
+
+
+def test_stats_are_three_lines_on_stderr(run: Run) -> None:
     code, out, err = run("generate", "-w", "fake", "-p", "a", "-n", "4", "--stats")
     assert (code, out) == (0, " one two three four\n")
-    counts, times = err.splitlines()
+    counts, times, memory = err.splitlines()
     assert counts.startswith("cupaged: 3 prompt tokens (1 cached), 4 generated in ") and "first token after" in counts
     assert times.startswith("cupaged: model loaded in ") and "MiB" in times
+    assert memory == "cupaged: KV blocks: at most 4 of 10 in use, 3 forks, 2 copied on write, 1 preemptions"
 
 
 def test_options_reach_the_model(run: Run) -> None:
