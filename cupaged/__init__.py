@@ -17,6 +17,7 @@ if all((_root / room).is_dir() for room in ("cupaged", "kernels", "model", "cli"
     __path__.append(str(_root))
 
 _HOMES = {
+    "AsyncEngine": "cupaged.async_engine",
     "LLM": "cupaged.llm",
     "Engine": "cupaged.engine",
     "SamplingParams": "cupaged.sampling",
@@ -39,6 +40,7 @@ _HOMES = {
     "KernelError": "cupaged.errors",
     "ModelFileError": "cupaged.errors",
     "OptionError": "cupaged.errors",
+    "QueueFullError": "cupaged.errors",
     "RequestError": "cupaged.errors",
     "TemplateError": "cupaged.errors",
     "TokenizerError": "cupaged.errors",
@@ -47,6 +49,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BlockPool",
     "BlockTable",
     "CapacityError",
@@ -61,6 +64,7 @@ __all__ = [
     "PagedKVCache",
     "PieceStream",
     "ProgressEvent",
+    "QueueFullError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -76,6 +80,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from cupaged.async_engine import AsyncEngine as AsyncEngine
     from cupaged.attention import paged_attention as paged_attention
     from cupaged.attention import write_kv as write_kv
     from cupaged.cache import PagedKVCache as PagedKVCache
@@ -87,6 +92,7 @@ if TYPE_CHECKING:
     from cupaged.errors import KernelError as KernelError
     from cupaged.errors import ModelFileError as ModelFileError
     from cupaged.errors import OptionError as OptionError
+    from cupaged.errors import QueueFullError as QueueFullError
     from cupaged.errors import RequestError as RequestError
     from cupaged.errors import TemplateError as TemplateError
     from cupaged.errors import TokenizerError as TokenizerError

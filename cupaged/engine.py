@@ -91,15 +91,19 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         prompt: str | None = None,
+        priority: int = 0,
     ) -> str:
-        """Queue a request; returns its id. RequestError (CapacityError for lengths), and nothing queued, if it cannot
-        be served: empty, an id outside the vocabulary, too long, an id that is in use."""
+        """Queue a request; returns its id. A smaller `priority` goes first, then who came earlier.
+
+        RequestError (CapacityError for lengths), and nothing queued, if it cannot be served: empty, an id outside the
+        vocabulary, too long, an id that is in use.
+        """
         ids = self.check_request(prompt_ids, params)
         if request_id is None:
             request_id = next(name for name in self._names if name not in self._requests)
         elif request_id in self._requests:
             raise RequestError(f"request id {shown(request_id)} is in use")
-        arrival = next(self._arrivals)
+        rank = (priority, next(self._arrivals))
         room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
         request = make_request(
             request_id,
@@ -108,7 +112,7 @@ class Engine:
             params,
             room,
             self.eos_ids,
-            arrival,
+            rank,
             self._make_detokenizer,
             self._checks.bad_words(params),
         )
@@ -125,13 +129,16 @@ class Engine:
         return self._checks.check(prompt_ids, params)
 
     @uninterrupted
-    def abort(self, request_id: str) -> bool:
-        """End a request at once; its blocks are free again. False if there is no such request or it has ended."""
+    def abort(self, request_id: str, reason: str | None = None) -> bool:
+        """End a request at once; its blocks are free again. False if there is no such request or it has ended.
+
+        `reason` becomes the stop_reason of its outputs.
+        """
         request = self._requests.get(request_id)
         if request is None or request.state.terminal:
             return False
         for sequence in request.live_sequences:
-            self._finish(sequence, "abort", None, [], state=RequestState.ABORTED)
+            self._finish(sequence, "abort", reason, [], state=RequestState.ABORTED)
         return True
 
     def request(self, request_id: str) -> Request:

@@ -28,6 +28,10 @@ class CapacityError(RequestError):
     """A request needs more KV blocks or positions than exist; the message holds both numbers."""
 
 
+class QueueFullError(RequestError):
+    """As many requests are running and waiting as the engine takes; the message holds the limit. Try again later."""
+
+
 class ModelFileError(CupagedError):
     """A model file or folder is missing, damaged, or not what its header says; names the file and the reason."""
 

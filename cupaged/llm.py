@@ -146,6 +146,18 @@ class LLM:
         rendered = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         return rendered.render(messages, add_generation_prompt, **template)
 
+    def check(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> tuple[str | None, list[int], SamplingParams]:
+        """(text, token ids, params) of a request that can be served; RequestError or OptionError says why not."""
+        (options,) = self._params(params, 1)
+        text, ids = self._encode(prompt)
+        return text, self._model.engine.check_request(ids, options), options
+
+    def chat_ids(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """The token ids of a conversation, put through the chat template."""
+        return self._chat_ids(messages, template)
+
     def abort(self, request_id: str) -> bool:
         """End a running request of another thread. False if there is none of that id."""
         with self._lock:

@@ -75,7 +75,7 @@ class Room:
         return all(n + r <= pool.num_free for n, r, pool in zip(needed, draft.reserved, pools, strict=True))
 
     def stop(self, draft: Draft, request: Request, way: Way) -> None:
-        """A running request waits again, at its place by arrival. SWAP: it keeps its blocks until they are needed."""
+        """A running request waits again, at its place by rank. SWAP: it keeps its blocks until they are needed."""
         draft.preempted = True
         scheduler = self.scheduler
         self._withdraw(draft, request)
@@ -98,8 +98,8 @@ class Room:
     def _later(self, request: Request) -> Iterator[Request]:
         """Requests that arrived after this one and have blocks on the device, the latest first."""
         scheduler = self.scheduler
-        others = [other for other in (*scheduler.running, *scheduler.waiting) if other.arrival > request.arrival]
-        for other in sorted(others, key=lambda r: -r.arrival):
+        others = [other for other in (*scheduler.running, *scheduler.waiting) if other.rank > request.rank]
+        for other in sorted(others, key=lambda r: r.rank, reverse=True):
             if any(self._blocks_on(Pool.DEVICE, other)):
                 yield other
 
@@ -173,7 +173,7 @@ class Room:
         """Room in the host pool, from requests that wait and arrived later: they compute their K/V anew."""
         host = self.manager.host_pools[group]
         for other in reversed(self.scheduler.waiting):
-            if host is None or host.num_free >= count or other.arrival < request.arrival:
+            if host is None or host.num_free >= count or other.rank < request.rank:
                 return
             if self.manager.blocks_in(Pool.PINNED_HOST, group, tables_of(other)):
                 self.by_recompute += 1

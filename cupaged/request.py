@@ -125,7 +125,7 @@ class Request:
     params: SamplingParams
     max_total: int
     stop_ids: frozenset[int]
-    arrival: int  # order of arrival, the scheduler's queue key
+    rank: tuple[int, int]  # (priority, order of arrival), the scheduler's queue key: smaller ones go first
     seed: int
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of which the last must not follow the others
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)  # as far as they are known
@@ -235,14 +235,14 @@ def make_request(
     params: SamplingParams,
     max_total: int,
     eos_ids: frozenset[int],
-    arrival: int,
+    rank: tuple[int, int],
     make_detokenizer: Callable[[bool], Detokenizer] | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
     """A waiting request with its sequences. Without a seed it gets a fresh one of 63 bits."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, arrival, seed, bad_words)
+    request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, rank, seed, bad_words)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs.append(None)  # nothing comes before the first token
     if params.beam_width is not None:

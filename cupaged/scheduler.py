@@ -77,8 +77,8 @@ class Scheduler:
         self.manager = manager
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
-        self.waiting: list[Request] = []  # by arrival
-        self.running: list[Request] = []  # by arrival
+        self.waiting: list[Request] = []  # by rank
+        self.running: list[Request] = []  # by rank
         self.preemptions = 0
         self.forks = 0
         self.room = Room(self, manager)
@@ -86,7 +86,7 @@ class Scheduler:
     # -- requests and their blocks
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=lambda r: r.arrival)
+        insort(self.waiting, request, key=lambda r: r.rank)
 
     @property
     def has_work(self) -> bool:
@@ -274,7 +274,7 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             request.state = RequestState.RUNNING
-            insort(self.running, request, key=lambda r: r.arrival)
+            insort(self.running, request, key=lambda r: r.rank)
             if self.room.is_parked(request):
                 for decoding in (True, False):
                     self._take_request(draft, request, decoding)

@@ -29,7 +29,7 @@ class Bench:
         number = len(self.requests)
         ids = [number] * prompt
         params = SamplingParams(max_tokens=new)
-        request = make_request(f"r{number}", None, ids, params, prompt + new, frozenset(), number, None)
+        request = make_request(f"r{number}", None, ids, params, prompt + new, frozenset(), (0, number), None)
         assert self.manager.fits_ever(prompt + new)
         self.requests.append(request)
         self.scheduler.add(request)
@@ -64,7 +64,7 @@ class Bench:
             for group in range(len(self.manager.groups)):  # every position has its slot
                 self.manager.slots(sequence.tables, group, chunk.start, chunk.start + chunk.count)
         for queue in (self.scheduler.waiting, self.scheduler.running):
-            assert [r.arrival for r in queue] == sorted(r.arrival for r in queue)
+            assert [r.rank for r in queue] == sorted(r.rank for r in queue)
 
     def end(self, request: Request, state: RequestState) -> None:
         request.state = state
@@ -156,7 +156,7 @@ def test_a_victim_that_is_scheduled_already_leaves_the_step() -> None:
     bench = Bench(blocks=6, block_size=4, max_tokens=8)
     old = bench.add(prompt=20, new=2)
     bench.step()
-    young = make_request("y", None, [1] * 15, SamplingParams(max_tokens=2), 17, frozenset(), 99, None)
+    young = make_request("y", None, [1] * 15, SamplingParams(max_tokens=2), 17, frozenset(), (0, 99), None)
     young.state = RequestState.RUNNING  # as if let in before the promise to `old` was counted
     young.sequences[0].tables = bench.manager.create()
     bench.manager.prepare_append(young.sequences[0].tables, 16)
@@ -204,7 +204,7 @@ def test_random_arrivals_and_aborts_end_with_nothing_held(seed: int) -> None:
             bench.add(prompt, rng.randint(1, longest - prompt))
         if live and rng.random() < 0.05:
             bench.end(rng.choice(live), RequestState.ABORTED)
-        oldest = min((r for r in bench.requests if not r.state.terminal), key=lambda r: r.arrival, default=None)
+        oldest = min((r for r in bench.requests if not r.state.terminal), key=lambda r: r.rank, default=None)
         before = None if oldest is None else oldest.preemptions
         taken = bench.step()
         assert bool(taken) == (oldest is not None)
