@@ -183,7 +183,7 @@ class Kernel:
             shift = 0
             low, high = _bounds(array)
             if library.checked:  # what lies in one array stays in one copy
-                start, stop = _bounds(_owner(array))
+                start, stop = _bounds(owner_of(array))
                 if stop - start <= _COPY_MOST:
                     if start not in copies:
                         copies[start] = _Copy(start, stop - start)
@@ -200,7 +200,7 @@ class _Copy:
         self._zone = np.empty(size + 2 * _GUARD, np.uint8)
         offset = _GUARD - self._zone.ctypes.data % 256 + start % 256  # aligned as the original is
         self._inside = self._zone[offset : offset + size]
-        self._original = np.frombuffer((ctypes.c_char * size).from_address(start), np.uint8) if size else self._inside
+        self._original = _bytes(start, size) if size else self._inside
         self._inside[:] = self._original
         self.shift = self._inside.ctypes.data - start
 
@@ -210,13 +210,23 @@ class _Copy:
             self._original[changed] = self._inside[changed]
 
 
-def _owner(array: np.ndarray) -> np.ndarray:
+def owner_of(array: np.ndarray) -> np.ndarray:
     """The array that a view was taken of, at first; as_strided puts an object of another kind in between."""
     while True:
         base = array.base if isinstance(array.base, np.ndarray) else getattr(array.base, "base", None)
         if not isinstance(base, np.ndarray):
             return array
         array = base
+
+
+def _bytes(start: int, size: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_char * size).from_address(start), np.uint8)
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """The memory of an array, from its first byte to its last."""
+    start, stop = _bounds(array)
+    return _bytes(start, stop - start)
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:

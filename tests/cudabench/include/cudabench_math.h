@@ -96,16 +96,19 @@ static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shi
 static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((((uint64_t)high << 32) | low) << (shift & 31)) >> 32);
 }
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+static inline unsigned cudabench_prmt(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = ((uint64_t)y << 32) | x;
     unsigned out = 0;
     for (int i = 0; i < 4; i++) {
         const unsigned nibble = selector >> (4 * i);
         unsigned byte = (unsigned)(bytes >> (8 * (nibble & 7))) & 255;
-        if (nibble & 8) byte = byte & 128 ? 255 : 0; // replicated sign, as prmt does
+        if (nibble & 8) byte = byte & 128 ? 255 : 0; // the byte's sign, replicated
         out |= byte << (8 * i);
     }
     return out;
+}
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) { // three bits of each nibble count
+    return cudabench_prmt(x, y, selector & 0x7777);
 }
 static inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> (8 * i)) * (int)(int8_t)(b >> (8 * i));

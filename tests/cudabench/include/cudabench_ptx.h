@@ -79,7 +79,7 @@ template <class T> inline void ptx_tanh_approx_f32(const char *, T &d, float a) 
 template <class T> inline void ptx_mov_u32(const char *, T &d, unsigned a) { d = a; }
 template <class T> inline void ptx_mov_b32(const char *, T &d, unsigned a) { d = a; }
 template <class T> inline void ptx_prmt_b32(const char *, T &d, unsigned a, unsigned b, unsigned c) {
-    d = __byte_perm(a, b, c);
+    d = cudabench_prmt(a, b, c);
 }
 template <class T> inline void ptx_lop3_b32(const char *, T &d, unsigned a, unsigned b, unsigned c, unsigned table) {
     unsigned out = 0;

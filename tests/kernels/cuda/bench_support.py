@@ -8,6 +8,7 @@ import pytest
 from cudabench import BenchMissing
 from cudabench.asan import sanitizer_library
 from cudabench.build import compiler
+from cudabench.nvrtc import library
 
 ORDERS = ["forward", "reverse", "random:7"]
 
@@ -26,3 +27,4 @@ def skip_unless(available: object, tool: str) -> pytest.MarkDecorator:
 
 need_emulator = skip_unless(compiler, "CUDA C on the CPU")
 need_sanitizers = skip_unless(sanitizer_library, "sanitizers on emulated CUDA C")
+need_nvrtc = skip_unless(library, "CUDA C compiled by NVRTC")

@@ -1,0 +1,5 @@
+"""An interpreter of PTX, on NumPy arrays: what NVRTC made of a kernel is executed, inline asm included."""
+
+from cudabench.ptx.kernel import PtxKernel, interpret
+
+__all__ = ["PtxKernel", "interpret"]

@@ -1,0 +1,171 @@
+"""Instructions in which the lanes of a warp take part together, and cp.async."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cudabench.errors import BenchError, KernelFault
+
+if TYPE_CHECKING:
+    from cudabench.ptx.instructions import Step
+
+
+def _warps(step: Step) -> np.ndarray:
+    """For each lane that executes, the number of its warp among those that do."""
+    threads = step.machine.threads
+    return np.unique(step.lanes // threads * 64 + step.lanes % threads // 32, return_inverse=True)[1]
+
+
+def _grid(step: Step, value: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(value as [warps, 32], row, column) of the lanes; lanes that take no part hold 0."""
+    row, column = _warps(step), step.machine.lane[step.lanes].astype(np.int64)
+    table = np.zeros((row.max() + 1, 32), value.dtype)
+    table[row, column] = value
+    return table, row, column
+
+
+def shuffle(step: Step) -> None:
+    target, _, predicate = str(step.args[0]).partition("|")
+    table, row, lane = _grid(step, step.get(1, "b32"))
+    operand = step.get(2, "u32").astype(np.int64)
+    control = step.get(3, "u32").astype(np.int64)
+    segment, clamp = control >> 8 & 31, control & 31
+    most = (lane & segment) | (clamp & ~segment)
+    mode = next(op for op in step.ops if op in ("up", "down", "bfly", "idx"))
+    source = {
+        "up": lane - operand,
+        "down": lane + operand,
+        "bfly": lane ^ operand,
+        "idx": (lane & segment) | (operand & ~segment & 31),
+    }[mode]
+    inside = source >= most if mode == "up" else source <= most
+    source = np.where(inside, source, lane)
+    present, _, _ = _grid(step, np.ones(len(step.lanes), bool))
+    if not present[row, source].all():
+        raise KernelFault(f"{step.text}: reads a lane that is not in the mask")
+    step.machine.put(target, table[row, source], step.lanes)
+    if predicate:
+        step.machine.put(predicate, inside, step.lanes)
+
+
+def vote(step: Step) -> None:
+    name, negated = str(step.args[1]).lstrip("!"), str(step.args[1]).startswith("!")
+    value = step.machine.get(name, "pred", step.lanes) ^ negated
+    table, row, _ = _grid(step, value)
+    present, _, _ = _grid(step, np.ones(len(value), bool))
+    mode = next(op for op in step.ops if op in ("ballot", "any", "all", "uni"))
+    if mode == "ballot":
+        bits = (table.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+        step.put(bits[row])
+    elif mode == "any":
+        step.put(table.any(1)[row])
+    else:
+        every = (table | ~present).all(1)
+        step.put((every if mode == "all" else every | ~table.any(1))[row])
+
+
+def reduce(step: Step) -> None:
+    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+                 "xor": np.bitwise_xor}  # fmt: skip
+    function = next(functions[op] for op in step.ops if op in functions)
+    value, row = step.get(1), _warps(step)
+    out = np.empty(row.max() + 1, value.dtype)
+    for warp in range(len(out)):
+        out[warp] = function.reduce(value[row == warp])
+    step.put(out[row])
+
+
+def match(step: Step) -> None:
+    value = step.get(1)
+    row, lane = _warps(step), step.machine.lane[step.lanes]
+    same = (row[:, None] == row) & (value[:, None] == value)
+    step.put(np.where(same, np.left_shift(np.uint32(1), lane), np.uint32(0)).sum(1).astype(np.uint32))
+
+
+def active(step: Step) -> None:
+    table, row, _ = _grid(step, np.ones(len(step.lanes), bool))
+    step.put((table.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)[row])
+
+
+def ldmatrix(step: Step) -> None:
+    """Lane 8m + r gives the address of row r of matrix m; lane l gets elements 2 (l % 4) and the next of row l / 4."""
+    names = step.list(0)
+    address = step.machine.address(str(step.args[1]), step.lanes)
+    for start in range(0, len(step.lanes), 32):
+        lanes = step.lanes[start : start + 32]
+        for number, name in enumerate(names):
+            rows = slice(start + 8 * number, start + 8 * number + 8)
+            raw = step.machine.memory.load("shared", address[rows], 16, lanes[:8], step.text)
+            matrix = raw.view(np.uint16)
+            matrix = np.ascontiguousarray(matrix.T) if "trans" in step.ops else matrix
+            step.machine.put(name, matrix.reshape(32, 2).view(np.uint32)[:, 0], lanes)
+
+
+def mma(step: Step) -> None:
+    """m16n8k16 and m16n8k8 with float32 sums. Fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16"."""
+    shape, types = step.ops[3], step.ops[6:]
+    if shape not in ("m16n8k16", "m16n8k8") or types[0] != "f32" or step.ops[4:6] != ("row", "col"):
+        raise BenchError(f"PTX instruction not interpreted: {step.text}")
+    depth = int(shape[6:])
+    group, pair = np.arange(32) >> 2, (np.arange(32) & 3) * 2
+    two = np.arange(2)
+    for start in range(0, len(step.lanes), 32):
+        lanes = step.lanes[start : start + 32]
+
+        def halves(name: str, lanes: np.ndarray = lanes) -> np.ndarray:
+            bits = np.ascontiguousarray(step.machine.get(name, "b32", lanes))[:, None].view(np.uint16)
+            wide = (bits.astype(np.uint32) << 16).view(np.float32) if types[1] == "bf16" else bits.view(np.float16)
+            return wide.astype(np.float64)
+
+        a, b, c = np.zeros((16, depth)), np.zeros((depth, 8)), np.zeros((16, 8))
+        for i, name in enumerate(step.list(1)):
+            a[(group + 8 * (i & 1))[:, None], (pair + 8 * (i >> 1))[:, None] + two] = halves(name)
+        for i, name in enumerate(step.list(2)):
+            b[(pair + 8 * i)[:, None] + two, group[:, None]] = halves(name)
+        for i, name in enumerate(step.list(3)):
+            c[group + 8 * (i >> 1), pair + (i & 1)] = step.machine.get(name, "f32", lanes)
+        d = (a @ b + c).astype(np.float32)
+        for i, name in enumerate(step.list(0)):
+            step.machine.put(name, d[group + 8 * (i >> 1), pair + (i & 1)], lanes)
+
+
+def async_copy(step: Step) -> None:
+    """cp.async: the data land at the wait, as late as they may."""
+    machine = step.machine
+    if "commit_group" in step.ops:
+        for lane in step.lanes:
+            _commit(step, lane)
+    elif "wait_group" in step.ops or "wait_all" in step.ops:
+        allowed = int(str(step.args[0])) if "wait_group" in step.ops else 0
+        for lane in step.lanes:
+            if "wait_all" in step.ops:
+                _commit(step, lane)
+            groups = machine.async_groups[lane]
+            while len(groups) > allowed:
+                for address, data in groups.pop(0):
+                    where = np.array([lane])
+                    machine.memory.store("shared", np.array([address]), data[None], where, step.text)
+    else:
+        size = int(str(step.args[2]))
+        to = machine.address(str(step.args[0]), step.lanes)
+        source = machine.address(str(step.args[1]), step.lanes)
+        count = step.get(3, "u32") if len(step.args) > 3 else np.full(len(step.lanes), size)
+        data = np.zeros((len(step.lanes), size), np.uint8)
+        whole = count == size
+        if whole.any():
+            data[whole] = machine.memory.load("global", source[whole], size, step.lanes[whole], step.text)
+        for i in np.nonzero(~whole & (count > 0))[0]:
+            for k in range(int(count[i])):
+                data[i, k] = machine.memory.load("global", source[i : i + 1] + k, 1, step.lanes[i : i + 1], step.text)[
+                    0, 0
+                ]
+        machine.memory.load("shared", to, size, step.lanes, step.text)  # its bounds and alignment
+        for lane, address, values in zip(step.lanes, to, data, strict=True):
+            machine.async_open[lane].append((int(address), values))
+
+
+def _commit(step: Step, lane: int) -> None:
+    step.machine.async_groups[lane].append(step.machine.async_open[lane])
+    step.machine.async_open[lane] = []
