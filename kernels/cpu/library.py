@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.kernels.cpu.catalog import BASIC, GROUP_OF
-from cupaged.kernels.cpu.processor import target
+from cupaged.kernels.cpu.processor import fingerprint
 
 _FORMAT = 2
 _lock = threading.Lock()
@@ -81,11 +81,20 @@ class KernelLibrary:
             self._groups.update(wanted)
 
     def _link(self, objects: list[tuple[str, str, bytes]]) -> None:
+        """Put object files into memory, with the smallest means that will do."""
+        from cupaged.kernels.cpu.link import link
+
+        addresses = link([(symbol, code) for _, symbol, code in objects])
+        if addresses is None:
+            self._link_by_llvm(objects)
+        else:
+            self.addresses.update({name: addresses[symbol] for name, symbol, _ in objects})
+
+    def _link_by_llvm(self, objects: list[tuple[str, str, bytes]]) -> None:
         import llvmlite.binding as llvm
 
         from cupaged.kernels.cpu.compile import target_machine
 
-        # MCJIT links object files in memory: no linker and no shared object on disk is needed.
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
         for _, _, code in objects:
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -136,7 +145,7 @@ def _key() -> str:
     here = Path(__file__).parent
     for source in [*sorted(here.glob("*.py")), here.parent / "interface.py"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update(repr((_FORMAT, _version("numba"), _version("llvmlite"), target().name, target().flags)).encode())
+    digest.update(repr((_FORMAT, _version("numba"), _version("llvmlite"), fingerprint())).encode())
     return digest.hexdigest()[:32]
 
 

@@ -13,6 +13,7 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from cupaged.errors import DeviceError, shown
 
@@ -34,6 +35,11 @@ LEVELS: dict[str, frozenset[str]] = {
 # Names by which LLVM tunes for a level that was asked for. They must not add features: the list is given in full.
 _NAMES = {"plain": "x86-64", "avx2": "haswell", "avxvnni": "haswell", "avx512": "x86-64-v4", "avx512vnni": "x86-64-v4"}
 VARIABLE = "CUPAGED_CPU"
+# Lines of /proc/cpuinfo that tell one kind of processor from another, on x86 and on ARM.
+_TELLING = frozenset({
+    "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,21 @@ def target() -> Target:
     features = restricted
     flags = ",".join(f"{'+' if feature in features else '-'}{feature}" for feature in sorted({*known, *features}))
     return Target(name, features, flags)
+
+
+def fingerprint() -> str:
+    """What `target()` depends on, told without loading LLVM: two processors with one fingerprint have one target."""
+    lines = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.partition(":")[0].strip() in _TELLING:
+                lines.add(line)
+    except OSError:
+        pass
+    if os.environ.get(VARIABLE, "").strip() or not any(line.startswith(("flags", "Features")) for line in lines):
+        return repr(target())
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
+    return repr((platform.machine(), sorted(lines), sorted(settings.items())))
 
 
 def _restricted_by_numba(present: frozenset[str]) -> frozenset[str]:
