@@ -224,7 +224,7 @@ class Attention:
         if len(plan.work.merges):
             self._launch(
                 "merge_parts.cu", "merge_parts", (min(len(plan.work.merges), self._backend.multiprocessors * 8),), 128,
-                defines,
+                {"HEAD_DIM": cache.head_dim},
                 merges=plan.views["merges"], num_merges=plan.views["num_merges"], heads=plan.num_heads,
                 **states, **common,
             )  # fmt: skip

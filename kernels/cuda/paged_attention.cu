@@ -42,20 +42,21 @@ __device__ __forceinline__ void score_slice(const unsigned char *keys, const flo
         float key[CHUNK];
         unpack(*reinterpret_cast<const uint4 *>(keys + (lane & 15) * ROW_BYTES + chunk * 16), key, stored_t());
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (r >= rows) break;
+        for (int r = 0; r < ROWS; r++)
+            if (r < rows) {
 #pragma unroll
-            for (int i = 0; i < CHUNK; i += 4) {
-                const float4 q = *reinterpret_cast<const float4 *>(query + r * DIMS + chunk * CHUNK + i);
-                products[r] = fmaf(q.x, key[i], products[r]);
-                products[r] = fmaf(q.y, key[i + 1], products[r]);
-                products[r] = fmaf(q.z, key[i + 2], products[r]);
-                products[r] = fmaf(q.w, key[i + 3], products[r]);
+                for (int i = 0; i < CHUNK; i += 4) {
+                    const float4 q = *reinterpret_cast<const float4 *>(query + r * DIMS + chunk * CHUNK + i);
+                    products[r] = fmaf(q.x, key[i], products[r]);
+                    products[r] = fmaf(q.y, key[i + 1], products[r]);
+                    products[r] = fmaf(q.z, key[i + 2], products[r]);
+                    products[r] = fmaf(q.w, key[i + 3], products[r]);
+                }
             }
-        }
     }
+#pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        if (r >= rows) break;
+        if (r >= rows) continue;
         const float product = products[r] + __shfl_xor_sync(FULL_MASK, products[r], 16);
         const bool seen = token >= sights[r].first && token <= sights[r].last;
         const float score = seen ? score_of(product, scoring) : NEG_INF;
@@ -85,19 +86,19 @@ __device__ __forceinline__ void weigh_slice(const unsigned char *values, const f
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            if (r >= rows) break;
-            if (token0 + t < sights[r].first || token0 + t > sights[r].last) continue;
-            const float weight = weights[r * 16 + t];
+            if (r < rows && token0 + t >= sights[r].first && token0 + t <= sights[r].last) {
+                const float weight = weights[r * 16 + t];
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                states[r].weighted[2 * i] = fmaf(weight, value[i].x, states[r].weighted[2 * i]);
-                states[r].weighted[2 * i + 1] = fmaf(weight, value[i].y, states[r].weighted[2 * i + 1]);
+                for (int i = 0; i < PAIRS; i++) {
+                    states[r].weighted[2 * i] = fmaf(weight, value[i].x, states[r].weighted[2 * i]);
+                    states[r].weighted[2 * i + 1] = fmaf(weight, value[i].y, states[r].weighted[2 * i + 1]);
+                }
             }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 paged_attention(const int *__restrict__ items, const int *__restrict__ num_items, const int *__restrict__ tokens,
                 const int *__restrict__ positions, const int *__restrict__ state_starts,
                 const int *__restrict__ state_counts, const int *__restrict__ tables, int table_width,
@@ -169,7 +170,7 @@ paged_attention(const int *__restrict__ items, const int *__restrict__ num_items
 
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            if (r >= rows) break;
+            if (r >= rows) continue;
             float sum = states[r].sum; // both halves of the warp hold the same 16 sums
             for (int lanes = 8; lanes; lanes >>= 1) sum += __shfl_xor_sync(FULL_MASK, sum, lanes);
             if (lane == 0) {

@@ -156,19 +156,23 @@ __device__ __forceinline__ bool has_others(const unsigned char *values) {
 }
 
 // Infinities and NaN of a slice of V reach the rows that see their token, and no other: rare, and therefore slow.
-__device__ __noinline__ void add_others(const unsigned char *values, const float (&weights)[2][4],
+__device__ __forceinline__ void add_others(const unsigned char *values, const float (&weights)[2][4],
                                         const Sight (&sights)[2], int token0, TileState &state) {
     const int lane = threadIdx.x & 31;
+#pragma unroll 1
     for (int token = 0; token < 16; token++) {
         const int owner = (lane & ~3) | (token & 7) >> 1;
         float weight[2];
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             const float even = token < 8 ? weights[0][2 * h] : weights[1][2 * h];
             const float odd = token < 8 ? weights[0][2 * h + 1] : weights[1][2 * h + 1];
             weight[h] = __shfl_sync(FULL_MASK, token & 1 ? odd : even, owner);
         }
         const stored_t *row = reinterpret_cast<const stored_t *>(values + token * ROW_BYTES);
+#pragma unroll
         for (int n = 0; n < 2 * STEPS; n++)
+#pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float value = to_float(row[8 * n + 2 * (lane & 3) + (j & 1)]);
                 const Sight sight = sights[j >> 1];
