@@ -1,6 +1,6 @@
-"""What this machine can do: read bandwidth and fused multiply-adds, measured with the same team of threads.
+"""What this machine can do: read bandwidth, fused multiply-adds, integer dot products; measured with the same team.
 
-Two tiny kernels of the same kind as the real ones. They are compiled when a benchmark starts (about a second) and are
+Three tiny kernels of the same kind as the real ones. They are compiled when a benchmark starts (about a second) and are
 not part of the runtime's library.
 """
 
@@ -14,6 +14,7 @@ from cupaged.kernels.cpu.executor import Team
 _CHUNK = 1 << 20  # bytes a chunk reads
 _ROUNDS = 20_000
 _CHAINS = 14  # independent multiply-adds in flight: latency 4, two a cycle, and some to spare
+_DOT_CHAINS = 6  # of 512 bits each: as many as 16 registers of 256 bits hold
 
 
 class Roofs:
@@ -46,17 +47,28 @@ class Roofs:
     def multiply_add(self, chunks: int) -> None:
         self._team.launch("roof_fma", chunks, _ROUNDS, address(self._out))
 
+    def dot(self, chunks: int) -> None:
+        """Dot products of bytes, the way this processor does them (quant_dot.py, weights of 4 bits)."""
+        self._team.launch("roof_dot", chunks, _ROUNDS, address(self._out))
+
     @staticmethod
     def flops(chunks: int) -> int:
         return chunks * _ROUNDS * _CHAINS * 16 * 2
+
+    @staticmethod
+    def dots(chunks: int) -> int:
+        """Operations of `dot`: a multiplication and an addition each."""
+        return chunks * _ROUNDS * _DOT_CHAINS * 64 * 2
 
 
 def _compile() -> dict[str, tuple[Any, int]]:
     """name -> (owner to keep alive, address in Numba's native form)."""
     from numba import njit
 
-    from cupaged.kernels.cpu.emit import Emitter, load64, primitive
+    from cupaged.kernels.cpu.emit import VI, Emitter, load64, primitive
     from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
+    from cupaged.kernels.cpu.processor import target
+    from cupaged.kernels.cpu.quant_dot import PAIRS, WAYS, Sum
 
     @primitive(3)
     def read(e: Emitter, source: Any, count: Any, out: Any) -> None:
@@ -83,6 +95,29 @@ def _compile() -> dict[str, tuple[Any, int]]:
             total = e.b.fadd(total, s)
         e.store(total, out, 4)
 
+    @primitive(2)
+    def dot_products(e: Emitter, count: Any, out: Any) -> None:
+        way = WAYS[target().dot]
+        weights = way.prepare(e, e.load(out, VI, 4), 4)
+
+        def body(_: Any, state: list[Any]) -> list[Any]:
+            sums = [Sum(s) for s in state]
+            for total in sums:
+                if not way.in_32_bits:
+                    total.pairs = e.b.bitcast(total.total, PAIRS)
+                way.step(e, total, weights, total.total, 4)  # the sum is the input too, so that none is left out
+            return [total.total if total.pairs is None else e.b.bitcast(total.pairs, VI) for total in sums]
+
+        sums = e.loop(count, [e.load(out, VI, 4)] * _DOT_CHAINS, body)
+        total = sums[0]
+        for s in sums[1:]:
+            total = e.b.add(total, s)
+        e.store(total, out, 4)
+
+    @njit(KERNEL, **OPTIONS)
+    def roof_dot(op, _chunk, thread):  # type: ignore[no-untyped-def]
+        dot_products(load64(op + 16), load64(op + 24) + thread * 256)
+
     @njit(KERNEL, **OPTIONS)
     def roof_read(op, chunk, thread):  # type: ignore[no-untyped-def]
         size = load64(op + 24)
@@ -93,7 +128,7 @@ def _compile() -> dict[str, tuple[Any, int]]:
         multiply_add(load64(op + 16), load64(op + 24) + thread * 256)
 
     compiled: dict[str, tuple[Any, int]] = {}
-    for name, function in (("roof_read", roof_read), ("roof_fma", roof_fma)):
+    for name, function in (("roof_read", roof_read), ("roof_fma", roof_fma), ("roof_dot", roof_dot)):
         overload: Any = next(iter(function.overloads.values()))
         pointer = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
         compiled[name] = (function, int(pointer))

@@ -46,7 +46,7 @@ def kept_type(dtype: str, columns: int) -> str:
     dtype: the part's format by its name in the file. A float part keeps its precision; a quantised one without a
     kernel, or whose rows are not whole blocks of 32, becomes float16.
     """
-    if dtype in PACKED_BLOCK_BYTES and columns % QUANT_BLOCK == 0:
+    if dtype in PACKED_BLOCK_BYTES and columns > 0 and columns % QUANT_BLOCK == 0:
         return dtype
     return {"F32": "float32", "BF16": "bfloat16"}.get(dtype, "float16")
 

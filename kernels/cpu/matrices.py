@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupaged.errors import KernelError
-from cupaged.kernels.cpu.arrays import address, aligned
+from cupaged.kernels.cpu.arrays import Arena, address
 from cupaged.kernels.cpu.executor import Records, Team
 from cupaged.kernels.cpu.quant_layout import LAYOUT_OF, LAYOUTS
 from cupaged.kernels.cpu.quant_layout import PANEL as QUANT_PANEL
@@ -81,12 +81,12 @@ def parts_of(name: str, weight: Matrix) -> tuple[PackedMatrix, ...]:
     raise KernelError(f"{name}: a {type(weight).__name__} was packed for another set of kernels")
 
 
-def pack(team: Team, source: WeightSource, dtype: WeightType) -> PackedMatrix | JoinedMatrix:
-    """`Operations.matrix` on the CPU."""
+def pack(team: Team, arena: Arena, source: WeightSource, dtype: WeightType) -> PackedMatrix | JoinedMatrix:
+    """`Operations.matrix` on the CPU; the panels are taken from `arena`."""
     if len(source.shape) != 2:
         raise KernelError(f"matrix: expected two dimensions, got shape {tuple(source.shape)}")
     if dtype in STORAGE:
-        return _pack_floats(team, source, dtype)
+        return _pack_floats(team, arena, source, dtype)
     if dtype != "quantised":
         raise KernelError(f"dtype: {dtype!r} is not one of {', '.join(STORAGE)}, quantised")
     runs: list[tuple[str, list[WeightSource]]] = []  # neighbours of one type make one part
@@ -96,15 +96,15 @@ def pack(team: Team, source: WeightSource, dtype: WeightType) -> PackedMatrix | 
             runs.append((kind, []))
         runs[-1][1].append(part)
     parts = [
-        _pack_floats(team, members[0], kind) if kind in STORAGE else _pack_blocks(team, members, kind)
+        _pack_floats(team, arena, members[0], kind) if kind in STORAGE else _pack_blocks(team, arena, members, kind)
         for kind, members in runs
     ]
     return parts[0] if len(parts) == 1 else JoinedMatrix(tuple(parts))
 
 
-def _pack_floats(team: Team, source: WeightSource, dtype: str) -> PackedMatrix:
+def _pack_floats(team: Team, arena: Arena, source: WeightSource, dtype: str) -> PackedMatrix:
     rows, cols = source.shape
-    store = aligned(packed_bytes(dtype, rows, cols) // STORAGE_BYTES[dtype], STORAGE[dtype])
+    store = arena.take(packed_bytes(dtype, rows, cols) // STORAGE_BYTES[dtype], STORAGE[dtype])
     base, panel_bytes = address(store), cols * PANEL * STORAGE_BYTES[dtype]
     kernel = team.library.addresses[f"pack_{dtype}"]
     step = max(1, (1 << 18) // max(1, cols * PANEL)) * PANEL  # about 1 MiB of float32 at a time
@@ -123,10 +123,10 @@ def _pack_floats(team: Team, source: WeightSource, dtype: str) -> PackedMatrix:
     return PackedMatrix(rows, cols, dtype, store, base)
 
 
-def _pack_blocks(team: Team, sources: Sequence[WeightSource], kind: str) -> PackedMatrix:
+def _pack_blocks(team: Team, arena: Arena, sources: Sequence[WeightSource], kind: str) -> PackedMatrix:
     """Sources of one format, rows in order, straight from where they are stored into the order of the kernels."""
     rows, cols = sum(source.shape[0] for source in sources), sources[0].shape[1]
-    store = aligned(packed_bytes(kind, rows, cols), np.uint8)
+    store = arena.take(packed_bytes(kind, rows, cols), np.uint8)
     panel_bytes = cols // QUANT_BLOCK * LAYOUTS[LAYOUT_OF[kind]].record
     if rows % QUANT_PANEL:  # what fills the last panel up: zero scales
         store[rows // QUANT_PANEL * panel_bytes :] = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.arguments import check_attention
-from cupaged.kernels.cpu.arrays import address, contiguous, float_bits, row_address
+from cupaged.kernels.cpu.arrays import Arena, address, contiguous, float_bits, row_address
 from cupaged.kernels.cpu.arrays import aligned as aligned
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
 from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of
@@ -51,6 +51,7 @@ class CpuOperations:
 
     def __init__(self, team: Team) -> None:
         self.team = team
+        self._arena = Arena()
         self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
 
     def _scratch_address(self, name: str, size: int) -> int:
@@ -72,7 +73,7 @@ class CpuOperations:
     # -- weights
 
     def matrix(self, source: WeightSource, dtype: WeightType) -> PackedMatrix | JoinedMatrix:
-        return pack(self.team, source, dtype)
+        return pack(self.team, self._arena, source, dtype)
 
     def vector(self, source: WeightSource) -> Array:
         values = aligned(source.shape[0], np.float32)

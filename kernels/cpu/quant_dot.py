@@ -69,6 +69,7 @@ class Vnni:
     """vpdpbusd, 512 or 256 bits wide. (LLVM 20 made its operands bytes; it still reads them as int32.)"""
 
     signed8 = False
+    in_32_bits = True  # whether a step adds to the int32 sum at once
 
     def __init__(self, width: int) -> None:
         self.name, self.count = f"llvm.x86.avx512.vpdpbusd.{width}", 512 // width
@@ -87,6 +88,7 @@ class Madd:
     """vpmaddubsw and vpmaddwd, 512 or 256 bits wide."""
 
     signed8 = True
+    in_32_bits = False  # whether a step adds to the int32 sum at once
 
     def __init__(self, width: int) -> None:
         self.count = 512 // width
@@ -132,6 +134,7 @@ class SignedDot:
     """ARM's sdot, 128 bits wide."""
 
     signed8 = True
+    in_32_bits = True  # whether a step adds to the int32 sum at once
 
     def prepare(self, e: Emitter, weights: Any, bits: int) -> Any:
         weights = e.b.bitcast(weights, BYTES)
@@ -149,6 +152,7 @@ class Plain:
     """16-bit arithmetic that any vector unit has."""
 
     signed8 = False
+    in_32_bits = False  # whether a step adds to the int32 sum at once
 
     def prepare(self, e: Emitter, weights: Any, bits: int) -> Any:
         pairs = e.b.bitcast(weights, PAIRS)

@@ -9,7 +9,7 @@ weights of a panel and a block:
               or nibbles [4 steps][32 outputs][4]: low half step s, high half step s + 4 (GGUF pairs them the same way)
 
 So a vector of 16 lanes takes four inputs of 16 outputs at a time, and one step serves them with 4 bytes of the input,
-the same in all lanes. While many rows are multiplied, a piece of a panel is unpacked to bytes and float32 scales.
+the same in all lanes.
 
 Inputs are quantised by rows and blocks of 32 (quant_rows.py) to records of 64 bytes, X_* below.
 """
@@ -27,14 +27,8 @@ BLOCK, PANEL = QUANT_BLOCK, QUANT_PANEL
 X_RECORD = 64
 X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32 = 32, 36, 40, 44, 48
 
-# An unpacked record: [32] float32 scales, [32] float32 minima or second scales, 1,024 bytes of integers.
-UNPACKED_SECOND, UNPACKED_BYTES, UNPACKED_RECORD = 128, 256, 1280
-
-KC = 16  # blocks of a panel that are unpacked together: 20 KiB, which stay in L1 beside 6 rows of input
-MB = 120  # rows that one unpacked piece serves; their records stay in L2
-SCRATCH = (
-    KC * UNPACKED_RECORD + MB * PANEL * 4
-)  # bytes a thread needs: a piece, and a tile of the last, partly filled panel
+MB = 120  # rows that a piece of a panel serves before the next is taken; their records stay in L2
+SCRATCH = MB * PANEL * 4  # bytes a thread needs: outputs of the last, partly filled panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +52,11 @@ class Layout:
     @property
     def record(self) -> int:
         return self.head + PANEL * BLOCK // (2 if self.nibbles else 1)
+
+    @property
+    def piece(self) -> int:
+        """The most blocks of a panel that serve many rows in turn: with 6 rows of input they stay in L1 (32 KiB)."""
+        return 24 if self.nibbles else 16
 
     @property
     def scale_type(self) -> str:
