@@ -244,18 +244,19 @@ class Room:
                 self._fetch(draft, request, whole=True)
 
     def note_reads(self, draft: Draft) -> None:
-        """Count what the step reads on the host, and put the chunks that do so first: they take longest."""
+        """Count what the step reads on the host, and put the requests that do so first: they take longest. The order of
+        a request's own chunks stays: beams are told apart by it."""
         if not self._swaps or not self._host_in_use():
             return
-        reads = {
-            id(chunk): sum(
-                pool_of(ref) is Pool.PINNED_HOST for table in chunk.sequence.tables.tables for ref in table.refs
-            )
-            for chunk in draft.chunks
-            if chunk.sequence.tables is not None
-        }
-        self.read_in_place += sum(reads.values())
-        draft.chunks.sort(key=lambda chunk: not reads[id(chunk)])
+        reading: set[str] = set()
+        for chunk in draft.chunks:
+            if chunk.sequence.tables is not None:
+                refs = [ref for table in chunk.sequence.tables.tables for ref in table.refs]
+                reads = sum(ref >= 0 and pool_of(ref) is Pool.PINNED_HOST for ref in refs)
+                if reads:
+                    reading.add(chunk.sequence.request.request_id)
+                    self.read_in_place += reads
+        draft.chunks.sort(key=lambda chunk: chunk.sequence.request.request_id not in reading)
 
     def _way_back(self, draft: Draft, request: Request) -> Way:
         groups = range(len(self.manager.groups))
