@@ -54,6 +54,9 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             help="Memory for KV blocks, such as 64MiB or 25%.  [default: 4 full contexts, at most a quarter of what is "
             "free]",
         ),
+        click.option("--swap-memory", type=loading("swap_memory", str), metavar="SIZE",
+            help="Memory of the host for KV blocks that the others have no room for.  [default: none]",
+        ),
         click.option(
             "--max-model-len", type=loading("max_model_len", int), metavar="TOKENS",
             help="Longest prompt plus output.  [default: the model's]",

@@ -34,7 +34,9 @@ class Statistics:
         self._completion += result.usage.completion_tokens
 
     def print(self, engine: EngineStats) -> None:
-        """Three lines on stderr. tokens/s counts generated tokens over all the time since the model was loaded."""
+        """Three lines on stderr, a fourth with a host pool.
+
+        tokens/s counts generated tokens over all the time since the model was loaded."""
         seconds = time.monotonic() - self._started
         rate = self._completion / seconds if seconds > 0 else 0.0
         line = f"{self._prompt} prompt tokens ({self._cached} cached), {self._completion} generated in {seconds:.2f} s"
@@ -50,7 +52,15 @@ class Statistics:
         note(
             f"KV blocks: at most {' and '.join(pools)} in use, {engine.forks} forks, {engine.copies} copied on write, "
             f"{engine.preemptions} preemptions"
+            + (f", {sum(engine.peak_waste)} slots without a token" if engine.peak_waste else "")
         )
+        hosts = [group.host for group in engine.groups if group.host is not None]
+        if hosts:
+            note(
+                f"host pool of {sum(host.total for host in hosts)} blocks: {engine.swapped_out} swapped out, "
+                f"{engine.swapped_in} in, {engine.read_in_place} read in place; preemptions: "
+                f"{engine.preemptions_by_swap} by swap, {engine.preemptions_by_recompute} by recompute"
+            )
 
 
 def peak_memory() -> int | None:

@@ -19,7 +19,7 @@ from cupaged.errors import BlockError, RequestError, StepError, shown
 from cupaged.interrupts import uninterrupted
 from cupaged.kernels.interface import Array, KVView
 from cupaged.logprobs import best_logprobs, log_softmax
-from cupaged.memory import BlockManager, CopyBlock, PlanItem, frame_of
+from cupaged.memory import BlockManager, CopyBlock, PlanItem, frame_of, group_stats
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
 from cupaged.model.detokenizer import Detokenizer
@@ -75,6 +75,7 @@ class Engine:
             config.vocab_size, max_model_len, max_sequences, manager, encode, make_detokenizer is not None
         )
         self._peaks = [0] * len(manager.pools)
+        self._peak_waste = [0] * len(manager.pools)
         self._inputs = StepInputs(device, len(self.caches), max_tokens, max_sequences + PROMPT_ROWS)
         self._captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
         self._requests: dict[str, Request] = {}
@@ -162,6 +163,7 @@ class Engine:
         return EngineStats(
             groups=memory.groups,
             peak_blocks=tuple(self._peaks),
+            peak_waste=tuple(self._peak_waste),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             sequences=memory.sequences,
@@ -185,12 +187,13 @@ class Engine:
         plan = self.scheduler.schedule()
         while self._only_copies(plan):
             plan = self.scheduler.schedule()
-        self._peaks = [max(peak, pool.num_used) for peak, pool in zip(self._peaks, self.manager.pools, strict=True)]
+        peaks = [max(peak, pool.num_used) for peak, pool in zip(self._peaks, self.manager.pools, strict=True)]
+        grown, self._peaks = peaks != self._peaks, peaks
         try:
             self._run_items(plan.items)
             for request in plan.outgrown:
                 for sequence in request.live_sequences:
-                    self._finish(sequence, "length", None, [])
+                    self._finish(sequence, "length", "kv_memory", [])
             if plan.chunks:
                 self._run_chunks(plan.chunks)
         finally:
@@ -200,6 +203,8 @@ class Engine:
                 if tables is not None and tables.num_prepared > tables.num_tokens:
                     self.manager.commit_append(tables, 0)
         self.num_steps += 1
+        if grown:
+            self._peak_waste = [group_stats(self.manager, group).waste_slots for group in range(len(peaks))]
         pieces, self._pending = self._pending, []
         return pieces
 
@@ -219,11 +224,9 @@ class Engine:
 
     def _only_copies(self, plan: StepPlan) -> bool:
         """Where a step has nothing to do but to wait for copies: do that, and say so."""
-        if plan.chunks or plan.outgrown or self._pending:
+        if plan.chunks or plan.outgrown or self._pending or not (plan.items or self.swaps.busy):
             return False
         self._run_items(plan.items)
-        if not self.swaps.busy:
-            return False
         self.swaps.wait()
         self._settle()
         return True

@@ -51,7 +51,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # None unless logprobs were asked
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the eos or stop token id, or the stop string; None for length and abort
+    # The eos or stop token id, or the stop string; None for length and abort. "kv_memory": beams that were alone and
+    # had no room to grow ended with "length" before they were as long as asked.
+    stop_reason: int | str | None = None
     score: float | None = None
 
 

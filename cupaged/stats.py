@@ -12,7 +12,8 @@ class EngineStats:
     """The state now, and counters since the engine was made.
 
     groups: per KV group its blocks now (free, cached, used, of which shared) and the slots wasted in used ones.
-    peak_blocks: per KV group the most blocks that were in use in one step.
+    peak_blocks: per KV group the most blocks that were in use in one step; peak_waste: slots of used blocks without a
+    token after that step.
     running, waiting: requests. sequences: with blocks of their own. steps: forward passes and empty steps.
     forks: sequences that began by sharing another one's blocks. copies: blocks copied because a shared one was to be
     written. preemptions: requests (or samples of one) that had to stop for lack of blocks; by_swap: that kept theirs,
@@ -29,6 +30,7 @@ class EngineStats:
     forks: int
     copies: int
     preemptions: int
+    peak_waste: tuple[int, ...] = ()
     preemptions_by_swap: int = 0
     preemptions_by_recompute: int = 0
     swapped_out: int = 0

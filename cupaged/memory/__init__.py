@@ -8,7 +8,7 @@ from cupaged.memory.manager import BlockManager
 from cupaged.memory.plans import CopyBlock, PackBlock, PlanItem, SwapIn, SwapOut
 from cupaged.memory.pool import BlockPool, FrameState, PoolStats
 from cupaged.memory.sequence import GroupSpec, SequenceTables
-from cupaged.memory.stats import GroupStats, MemoryStats
+from cupaged.memory.stats import GroupStats, MemoryStats, group_stats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks, last_block_fill
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "distinct_blocks",
     "format_of",
     "frame_of",
+    "group_stats",
     "last_block_fill",
     "make_ref",
     "pool_of",
