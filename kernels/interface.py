@@ -57,6 +57,7 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
         return -(-rows // 64) * 64 * columns * STORAGE_BYTES[kind]
     return -(-rows // QUANT_PANEL) * QUANT_PANEL * (columns // QUANT_BLOCK) * PACKED_BLOCK_BYTES[kind]
 
+
 # A block reference is a page-table entry in an int32: bit 31 clear (else: no block), bit 30 the format (0 plain,
 # 1 packed), bits 28-29 the pool, bits 0-27 the frame. `cupaged.memory.blockref` has the same numbers in pure Python
 # (memory imports nothing); a test holds the two together.
@@ -195,8 +196,12 @@ class Operations(Protocol):
         """rms_norm of each head in place (Qwen3's qk-norm). x [T, heads, D], rows may be strided; weight [D]."""
         ...
 
-    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
-        """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T."""
+    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False) -> None:
+        """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T.
+
+        With a quantised weight x is quantised to 8 bits a value; `precise`: what that leaves over is, too, and its
+        product added, so that x counts with about 16 bits. Without effect on other weights.
+        """
         ...
 
     def rope(self, x: Array, positions: Array, table: Array) -> None:

@@ -113,7 +113,7 @@ class Decoder:
         last, logits = self._buffers["last"][:wanted], self._buffers["logits"][:wanted]
         ops.take_rows(residual, batch.logit_rows, last)
         ops.rms_norm(last, parameters.final_norm, config.norm_eps, last)
-        ops.matmul(last, parameters.head, logits)
+        ops.matmul(last, parameters.head, logits, precise=True)
         return logits
 
     def _norm(self, added: Array | None, residual: Array, weight: Array, out: Array) -> None:
@@ -129,7 +129,7 @@ class Decoder:
         ops, config = self.ops, self.config
         group, index, count = self._group[layer], self._index[layer], len(hidden)
         queries, kv = config.num_heads, config.num_kv_heads
-        ops.matmul(hidden, weights.qkv, buffers["qkv"], weights.qkv_bias)
+        ops.matmul(hidden, weights.qkv, buffers["qkv"], weights.qkv_bias, precise=True)
         heads = buffers["qkv"].reshape(count, queries + 2 * kv, config.head_dim)  # [T, H + 2 KVH, D]
         query, key, value = heads[:, :queries], heads[:, queries : queries + kv], heads[:, queries + kv :]
         if weights.q_norm is not None and weights.k_norm is not None:

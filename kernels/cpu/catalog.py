@@ -15,9 +15,18 @@ from cupaged.kernels.interface import STORAGE_BYTES
 
 # Kernels that exist once, by the module of this package they are in.
 ONCE = {
-    "elementwise": ("rms_norm", "head_norm", "rope", "gated_activation", "take_rows", "add", "copy_blocks"),
+    "elementwise": (
+        "rms_norm",
+        "head_norm",
+        "rope",
+        "gated_activation",
+        "take_rows",
+        "add",
+        "add_pairs",
+        "copy_blocks",
+    ),
     "attention": ("attention_merge",),
-    "quant_rows": ("quantise_rows",),
+    "quant_rows": ("quantise_rows", "quantise_rows_twice"),
     "sampling": ("sample",),
     "team": ("team_worker", "team_submit", "run_alone"),
 }

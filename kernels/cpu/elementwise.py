@@ -8,36 +8,94 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
-from cupaged.kernels.cpu.emit import SIZE, STORE, Emitter, as_float, load32, load64, load_float, primitive, store_float
+from cupaged.kernels.cpu.emit import (
+    SIZE,
+    STORE,
+    Emitter,
+    as_float,
+    like,
+    load32,
+    load64,
+    load_float,
+    primitive,
+    store_float,
+)
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
-from cupaged.kernels.cpu.vector_math import LOG2E, exp2_float, fma_float, sqrt_float, sum_of_squares, tanh_float
+from cupaged.kernels.cpu.quant_layout import BLOCK, X_RECORD
+from cupaged.kernels.cpu.quant_rows import quantise_row
+from cupaged.kernels.cpu.vector_math import LOG2E, exp2, sqrt_float, sum_of_squares, tanh
 
 f32 = types.float32
 
 
+@primitive(5, None, [types.int64] * 4 + [f32])
+def _scale_row(e: Emitter, x: Any, weight: Any, out: Any, n: Any, scale: Any) -> None:
+    """out = x * scale * weight."""
+
+    def body(at: Any, lanes: int | None) -> None:
+        factor = e.splat(scale) if lanes else scale
+        scaled = e.b.fmul(e.floats(e.add(x, at), lanes), factor)
+        e.store(e.b.fmul(scaled, e.floats(e.add(weight, at), lanes)), e.add(out, at), 4)
+
+    e.each(n, body)
+
+
+@primitive(3)
+def _add_row(e: Emitter, x: Any, y: Any, n: Any) -> None:
+    """x += y."""
+
+    def body(at: Any, lanes: int | None) -> None:
+        target = e.add(x, at)
+        e.store(e.b.fadd(e.floats(target, lanes), e.floats(e.add(y, at), lanes)), target, 4)
+
+    e.each(n, body)
+
+
+@primitive(3)
+def _copy_row(e: Emitter, source: Any, target: Any, n: Any) -> None:
+    e.each(n, lambda at, lanes: e.store(e.floats(e.add(source, at), lanes), e.add(target, at), 4))
+
+
+@primitive(4)
+def _rotate_row(e: Emitter, x: Any, cosines: Any, sines: Any, n: Any) -> None:
+    """n pairs (x[i], x[i + n]) turned."""
+    b = e.b
+
+    def body(at: Any, lanes: int | None) -> None:
+        first, second = e.add(x, at), e.add(e.add(x, e.mul(n, 4)), at)
+        u, v = e.floats(first, lanes), e.floats(second, lanes)
+        c, s = e.floats(e.add(cosines, at), lanes), e.floats(e.add(sines, at), lanes)
+        e.store(b.fsub(b.fmul(u, c), b.fmul(v, s)), first, 4)
+        e.store(b.fadd(b.fmul(v, c), b.fmul(u, s)), second, 4)
+
+    e.each(n, body)
+
+
 @njit(types.void(*[types.int64] * 4, f32), **OPTIONS)
 def _norm_row(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
-    scale = f32(1.0) / sqrt_float(sum_of_squares(x, n) / f32(n) + eps)
-    for i in range(n):
-        store_float(out + 4 * i, load_float(x + 4 * i) * scale * load_float(weight + 4 * i))
+    _scale_row(x, weight, out, n, f32(1.0) / sqrt_float(sum_of_squares(x, n) / f32(n) + eps))
 
 
 @njit(KERNEL, **OPTIONS)
 def rms_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: x, weight, out, K, eps bits, residual (0: none), x stride, out stride (bytes). Chunk: a row."""
+    """Record: x, weight, out, K, eps bits, residual (0: none), x stride, out stride (bytes), input records of the
+    quantised product that comes next (0: none). Chunk: a row."""
     x, weight, out = load64(op + 16), load64(op + 24), load64(op + 32)
-    n, eps, residual = load64(op + 40), as_float(load64(op + 48)), load64(op + 56)
+    n, eps, residual, records = load64(op + 40), as_float(load64(op + 48)), load64(op + 56), load64(op + 80)
     x += chunk * load64(op + 64)
     out += chunk * load64(op + 72)
     if residual != 0:
         r = residual + chunk * n * 4
-        for i in range(n):
-            store_float(r + 4 * i, load_float(r + 4 * i) + load_float(x + 4 * i))
+        _add_row(r, x, n)
         x = r
     _norm_row(x, weight, out, n, eps)
+    if records != 0:
+        blocks = n // BLOCK
+        quantise_row(out, blocks, records + chunk * blocks * X_RECORD)
 
 
 @njit(KERNEL, **OPTIONS)
@@ -59,13 +117,7 @@ def rope(op, chunk, _thread):  # type: ignore[no-untyped-def]
     row = table + load32(positions + 4 * chunk) * rotary * 4
     half = rotary // 2
     for h in range(heads):
-        a = x + h * dim * 4
-        b = a + half * 4
-        for i in range(half):
-            c, s = load_float(row + i * 4), load_float(row + (half + i) * 4)
-            u, v = load_float(a + i * 4), load_float(b + i * 4)
-            store_float(a + i * 4, u * c - v * s)
-            store_float(b + i * 4, v * c + u * s)
+        _rotate_row(x + h * dim * 4, row, row + half * 4, half)
 
 
 @primitive(1, f32, [f32])
@@ -73,38 +125,67 @@ def _erf(e: Emitter, x: Any) -> Any:
     return e.call("erff", emit.F32, x)
 
 
-@njit(f32(f32, types.int64), **OPTIONS)
-def _activate(x, kind):  # type: ignore[no-untyped-def]
-    """silu 0, gelu 1, gelu_tanh 2, relu 3 (Hendrycks & Gimpel 2016; Elfwing et al. 2017)."""
-    if kind == 0:
-        return x / (f32(1.0) + exp2_float(-x * f32(LOG2E)))
-    if kind == 1:
-        return f32(0.5) * x * (f32(1.0) + _erf(x * f32(0.7071067811865476)))
-    if kind == 2:
-        inner = f32(0.7978845608028654) * fma_float(f32(0.044715) * x * x, x, x)
-        return f32(0.5) * x * (f32(1.0) + tanh_float(inner))
-    return x if x > f32(0.0) or x != x else f32(0.0)
+def _activation(kind: str) -> Any:
+    """Intrinsic (gate, up, out, n): out = act(gate) * up (Hendrycks & Gimpel 2016; Elfwing et al. 2017)."""
+
+    @primitive(4)
+    def activate(e: Emitter, gate: Any, up: Any, out: Any, n: Any) -> None:
+        b = e.b
+
+        def act(x: Any) -> Any:
+            ty = x.type
+            if kind == "silu":
+                return b.fdiv(x, b.fadd(like(ty, 1.0), exp2(e, b.fmul(b.fneg(x), like(ty, _LOG2E)))))
+            if kind == "gelu_tanh":
+                cubic = e.fma(b.fmul(b.fmul(like(ty, _single(0.044715)), x), x), x, x)
+                grown = tanh(e, b.fmul(like(ty, _single(0.7978845608028654)), cubic))
+                return b.fmul(b.fmul(like(ty, 0.5), x), b.fadd(like(ty, 1.0), grown))
+            return b.select(b.fcmp_unordered(">", x, like(ty, 0.0)), x, like(ty, 0.0))  # relu; NaN stays
+
+        def body(at: Any, lanes: int | None) -> None:
+            value = act(e.floats(e.add(gate, at), lanes))
+            e.store(b.fmul(value, e.floats(e.add(up, at), lanes)), e.add(out, at), 4)
+
+        e.each(n, body)
+
+    return activate
+
+
+def _single(x: float) -> float:
+    """x rounded to float32."""
+    return float(np.float32(x))
+
+
+_LOG2E = _single(LOG2E)
+_silu, _gelu_tanh, _relu = map(_activation, ("silu", "gelu_tanh", "relu"))
+
+
+@njit(f32(f32), **OPTIONS)
+def _gelu(x):  # type: ignore[no-untyped-def]
+    return f32(0.5) * x * (f32(1.0) + _erf(x * f32(0.7071067811865476)))
 
 
 @njit(KERNEL, **OPTIONS)
 def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: gate_up, out, I, kind. Chunk: a row. The kind is tested outside the loop, so that each vectorises."""
+    """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), input records of the quantised product
+    that comes next (0: none). Chunk: a row."""
     gate, out, n, kind = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
+    records = load64(op + 48)
     gate += chunk * n * 8
     out += chunk * n * 4
     up = gate + n * 4
     if kind == 0:
-        for i in range(n):
-            store_float(out + 4 * i, _activate(load_float(gate + 4 * i), 0) * load_float(up + 4 * i))
+        _silu(gate, up, out, n)
     elif kind == 1:
         for i in range(n):
-            store_float(out + 4 * i, _activate(load_float(gate + 4 * i), 1) * load_float(up + 4 * i))
+            store_float(out + 4 * i, _gelu(load_float(gate + 4 * i)) * load_float(up + 4 * i))
     elif kind == 2:
-        for i in range(n):
-            store_float(out + 4 * i, _activate(load_float(gate + 4 * i), 2) * load_float(up + 4 * i))
+        _gelu_tanh(gate, up, out, n)
     else:
-        for i in range(n):
-            store_float(out + 4 * i, _activate(load_float(gate + 4 * i), 3) * load_float(up + 4 * i))
+        _relu(gate, up, out, n)
+    if records != 0:
+        blocks = n // BLOCK
+        quantise_row(out, blocks, records + chunk * blocks * X_RECORD)
 
 
 @njit(KERNEL, **OPTIONS)
@@ -112,17 +193,37 @@ def take_rows(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: x, rows (int32), out, K. Chunk: a row of `out`."""
     x, rows, out, n = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
     x += load32(rows + 4 * chunk) * n * 4
-    out += chunk * n * 4
-    for i in range(n):
-        store_float(out + 4 * i, load_float(x + 4 * i))
+    _copy_row(x, out + chunk * n * 4, n)
 
 
 @njit(KERNEL, **OPTIONS)
 def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: x, y, elements a chunk, elements. x += y."""
     x, y, size, total = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
-    for i in range(chunk * size, min(total, (chunk + 1) * size)):
-        store_float(x + 4 * i, load_float(x + 4 * i) + load_float(y + 4 * i))
+    first = chunk * size
+    _add_row(x + 4 * first, y + 4 * first, min(total - first, size))
+
+
+@njit(KERNEL, **OPTIONS)
+def add_pairs(op, chunk, _thread):  # type: ignore[no-untyped-def]
+    """Record: x, rows, N, out, out stride (bytes), bias (0: none), chunks a row. out[r] = x[r] + x[rows + r] + bias.
+
+    x [2 * rows, N]. Chunk: a part of a row.
+    """
+    x, rows, n, out, stride = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40), load64(op + 48)
+    bias, parts = load64(op + 56), load64(op + 64)
+    row, part = chunk // parts, chunk % parts
+    a = x + row * n * 4
+    b = a + rows * n * 4
+    o = out + row * stride
+    size = (n + parts - 1) // parts
+    first, last = part * size, min(n, (part + 1) * size)
+    if bias != 0:
+        for i in range(first, last):
+            store_float(o + 4 * i, load_float(a + 4 * i) + load_float(b + 4 * i) + load_float(bias + 4 * i))
+    else:
+        for i in range(first, last):
+            store_float(o + 4 * i, load_float(a + 4 * i) + load_float(b + 4 * i))
 
 
 def write_kv(kind: str) -> Any:

@@ -7,6 +7,7 @@ data itself, so that a step can be captured and run again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class CpuOperations:
     def __init__(self, team: Team) -> None:
         self.team = team
         self._arena = Arena()
+        self._producer: tuple[Any, int, int, int, int, int] | None = None
+        self._producer_argument = 0
         self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
 
     def _scratch_address(self, name: str, size: int) -> int:
@@ -92,7 +95,9 @@ class CpuOperations:
         kernel = f"embed_{packed.dtype}" if packed.layout is None else f"quant_embed_{packed.layout}"
         self.team.launch(kernel, len(ids), *arguments)
 
-    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
+    def matmul(
+        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False
+    ) -> None:  # fmt: skip
         parts = parts_of("weight", weight)
         if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
             raise KernelError(f"matmul: {x.shape} by {weight.rows}x{weight.cols} into {out.shape}")
@@ -100,20 +105,50 @@ class CpuOperations:
         bias_at = 0 if bias is None else contiguous("bias", bias)
         quantised = (0, 0)
         if any(part.layout for part in parts):
-            quantised = self._quantise(x_at, x_stride, *x.shape)
+            quantised = self._quantise(x_at, x_stride, *x.shape, precise)
         for part in parts:
-            inputs = quantised if part.layout else (x_at, x_stride)
-            self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at)
+            if part.layout and precise:
+                self._precise_product(part, *quantised, out_at, out_stride, x.shape[0], bias_at)
+            else:
+                inputs = quantised if part.layout else (x_at, x_stride)
+                self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at)
             out_at += 4 * part.rows
             bias_at += 4 * part.rows if bias is not None else 0
 
-    def _quantise(self, x: int, stride: int, rows: int, cols: int) -> tuple[int, int]:
-        """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
+    def _quantise(self, x: int, stride: int, rows: int, cols: int, twice: bool) -> tuple[int, int]:
+        """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them.
+
+        twice: those of what is left over follow, as many rows again.
+        """
         record_bytes = cols // QUANT_BLOCK * X_RECORD
-        records = self._scratch_address("inputs", rows * record_bytes)
+        records = self._scratch_address("inputs", (1 + twice) * rows * record_bytes)
+        captured = self.team.capturing
+        if captured is not None and not twice and self._producer == (captured, captured.count, x, stride, rows, cols):
+            captured.array[captured.count - 1, 2 + self._producer_argument] = records
+            return records, record_bytes
         step = max(1, min(16, rows // (4 * self.team.threads)))
-        self.team.launch("quantise_rows", -(-rows // step), x, stride, cols, records, rows, step)
+        name = "quantise_rows_twice" if twice else "quantise_rows"
+        self.team.launch(name, -(-rows // step), x, stride, cols, records, rows, step)
         return records, record_bytes
+
+    def _note_producer(self, out: int, stride: int, rows: int, cols: int, argument: int) -> None:
+        """The operation just captured made rows of floats, and could quantise them as well: its argument for that.
+
+        If the next operation is a product with these rows, it asks for it: a barrier less, and the floats are still in
+        the cache. Run at once, not captured, the two are two operations, with the same bits.
+        """
+        captured = self.team.capturing
+        self._producer = None if captured is None else (captured, captured.count, out, stride, rows, cols)
+        self._producer_argument = argument
+
+    def _precise_product(
+        self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int
+    ) -> None:
+        """The product of `count` input rows and of as many rows of what they leave, which are then added by twos."""
+        row_bytes, pieces = 4 * part.rows, max(1, part.rows // 4096)
+        both = self._scratch_address("pairs", 2 * count * row_bytes)
+        self._product(part, x, x_stride, both, row_bytes, 2 * count, 0)
+        self.team.launch("add_pairs", count * pieces, both, count, part.rows, out, out_stride, bias, pieces)
 
     def _product(
         self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int
@@ -141,7 +176,8 @@ class CpuOperations:
         (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
-        self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride)
+        self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0)
+        self._note_producer(out_at, out_stride, *x.shape, 8)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
@@ -154,8 +190,9 @@ class CpuOperations:
         self.team.launch("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
 
     def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
-        arguments = (contiguous("gate_up", gate_up), contiguous("out", out), out.shape[1], _KINDS[activation])
-        self.team.launch("gated_activation", out.shape[0], *arguments)
+        gate_at, out_at, (rows, cols) = contiguous("gate_up", gate_up), contiguous("out", out), out.shape
+        self.team.launch("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 0)
+        self._note_producer(out_at, 4 * cols, rows, cols, 4)
 
     def add(self, x: Array, y: Array) -> None:
         size = 4096

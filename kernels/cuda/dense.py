@@ -67,8 +67,10 @@ class Dense:
         """A norm weight or bias as a float32 array on the device."""
         return self._backend.upload(source.float32(0, source.shape[0]).astype("float32"))
 
-    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
-        """out = x @ weight.T + bias; see matmul.cu."""
+    def matmul(
+        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False
+    ) -> None:  # fmt: skip
+        """out = x @ weight.T + bias; see matmul.cu. x is never quantised here: all products are precise."""
         matrix = _cuda(weight, "weight")
         count = int(x.shape[0])
         contiguous("x", x, (count, matrix.cols))

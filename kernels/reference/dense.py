@@ -141,7 +141,7 @@ def head_norm(x: Array, weight: Array, eps: float) -> None:
     x[...] = _normed(x, weight, eps)
 
 
-def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> None:
+def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False) -> None:
     """out = x @ weight.T + bias.
 
     x [T, K], weight [N, K], out [T, N], bias [N]; x, out and bias float32; out may not overlap x. One matrix-vector
@@ -154,7 +154,7 @@ def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None) -> N
         places = slice(first, first + part.rows)
         added = None if bias is None else bias[places]
         if isinstance(part, QuantisedMatrix):
-            quantised.matmul(x, part, out[:, places], added)
+            quantised.matmul(x, part, out[:, places], added, precise)
         else:
             wide = widen(part.data, part.dtype)
             for row in range(x.shape[0]):

@@ -12,6 +12,9 @@ The product of a row and an output is then the sum over blocks of
 
 where scale * d and d * sum(p) are rounded to float32, the integer sums are exact, and the sum over blocks is what an
 implementation may round: in float64 here, in one fixed order of fused multiply-adds on the CPU.
+
+A precise product (`interface.Operations.matmul`) is that of x plus that of what is left over, x - d * p in float32: the
+two results are rounded to float32, then added.
 """
 
 from __future__ import annotations
@@ -74,8 +77,25 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
     return np.rint(finite * inverse[..., None]).astype(np.int64), scales
 
 
-def matmul(x: Array, weight: QuantisedMatrix, out: Array, bias: Array | None) -> None:
+def rest_of_rows(x: Array) -> Array:
+    """What quantising leaves over of float32 [T, K], in float32."""
+    values, scales = quantise_rows(x)
+    with np.errstate(invalid="ignore"):
+        kept = (values * scales[..., None].astype(np.float64)).reshape(x.shape)
+        rest: Array = (x.astype(np.float64) - kept).astype(np.float32)
+    return rest
+
+
+def matmul(x: Array, weight: QuantisedMatrix, out: Array, bias: Array | None, precise: bool = False) -> None:
     """out = x @ weight.T + bias as described above. x [T, K], out [T, N], bias [N], all float32."""
+    if precise:
+        rest = np.empty_like(out)
+        matmul(x, weight, out, None)
+        matmul(rest_of_rows(x), weight, rest, None)
+        out += rest
+        if bias is not None:
+            out += bias
+        return
     groups = weight.scales.shape[1]
     each = weight.cols // groups  # inputs that share a scale: 32 or 16
     integers = weight.integers.reshape(weight.rows, groups, each)

@@ -1,0 +1,89 @@
+"""Precise products with quantised weights: what 8 bits leave over of the inputs is multiplied too, and added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_operations
+from quant_support import KINDS, JoinedSource, blocks_of, columns_for, product_by_the_chain
+
+from cupaged.kernels.reference import quantised
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Any:
+    return make_operations(request.param)
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Any:
+    return make_operations("cpu")
+
+
+def inputs(count: int, cols: int) -> np.ndarray:
+    """Normal, with an outlier here and there, as a model's activations have."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((count, cols), np.float32)
+    x[rng.random(x.shape) < 0.01] *= 30
+    return x
+
+
+def product(ops: Any, source: Any, x: np.ndarray, precise: bool, bias: np.ndarray | None = None) -> np.ndarray:
+    out = np.full((len(x), source.shape[0]), np.nan, np.float32)
+    ops.matmul(x, ops.matrix(source, "quantised"), out, bias, precise=precise)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_is_a_hundredth(ops: Any, kind: str) -> None:
+    source = blocks_of(kind, 45, columns_for(kind, 8))
+    x = inputs(9, source.shape[1])
+    exact = x.astype(np.float64) @ source.float32(0, 45).astype(np.float64).T
+    plain, precise = (np.abs(product(ops, source, x, p) - exact) for p in (False, True))
+    assert 0 < precise.mean() < plain.mean() / 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_bits_are_those_of_the_two_chains(cpu: Any, kind: str, biased: bool) -> None:
+    """For any number of rows at once, too."""
+    source = blocks_of(kind, 70, columns_for(kind, 3))
+    x = inputs(11, source.shape[1])
+    bias = np.random.default_rng(8).standard_normal(70, np.float32) if biased else None
+    weight = quantised.matrix(source)
+    expected = product_by_the_chain(x, weight) + product_by_the_chain(quantised.rest_of_rows(x), weight)
+    expected = expected if bias is None else expected + bias
+    for count in (1, 2, 3, 7, 11):
+        assert product(cpu, source, x[:count], True, bias).tobytes() == expected[:count].tobytes(), count
+
+
+def test_wide_outputs_are_added_in_parts_and_joins_part_by_part(cpu: Any) -> None:
+    parts = [blocks_of(kind, rows, 64, seed) for seed, (kind, rows) in enumerate((("Q8_0", 12301), ("Q4_1", 33)))]
+    x = inputs(3, 64)
+    whole = product(cpu, JoinedSource(*parts), x, True)
+    for part, columns in zip(parts, (slice(0, 12301), slice(12301, None)), strict=True):
+        alone = product(cpu, part, x, True)
+        assert whole[:, columns].tobytes() == alone.tobytes()
+        assert product(cpu, part, x[1:2], True).tobytes() == alone[1:2].tobytes()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_or_all_zero(ops: Any, wrong: float) -> None:
+    source = blocks_of("Q4_0", 40, 96)
+    x = inputs(4, 96)
+    x[1, 50], x[2] = wrong, 0
+    out = product(ops, source, x, True)
+    assert np.isnan(out[1]).all() and not out[2].any()
+    assert out[[0, 3]].tobytes() == product(ops, source, x[[0, 3]], True).tobytes()
+
+
+def test_float_weights_take_no_notice(ops: Any) -> None:
+    source = blocks_of("Q8_0", 20, 64)
+    x = inputs(5, 64)
+    weight = ops.matrix(source, "float32")
+    plain, precise = np.zeros((5, 20), np.float32), np.zeros((5, 20), np.float32)
+    ops.matmul(x, weight, plain)
+    ops.matmul(x, weight, precise, precise=True)
+    assert plain.tobytes() == precise.tobytes()
