@@ -41,6 +41,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--max-batch-tokens": (*NOT_WHOLE, *ABOVE_ZERO, "65537"),
     "--max-sequences": (*NOT_WHOLE, *ABOVE_ZERO, "4097"),
     "--kv-memory": ("-1", "0", "0.5", "-1MiB", "101%", "1XB", "1e9"),
+    "--swap-memory": ("-1", "0", "0.5", "-1MiB", "101%", "1XB", "1e9"),
     "--max-tokens": (*NOT_WHOLE, "-1", "2147483648"),
     "--min-tokens": (*NOT_WHOLE, "-1", "2147483648"),
     "--temperature": ("-1", "100.5"),
