@@ -141,6 +141,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
 
     device = make_device(options.device, options.threads, report("kernels", "kernels"))
     try:
+        device.prepare(kept, kv_dtype)
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         rows = max_sequences + PROMPT_ROWS

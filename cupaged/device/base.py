@@ -8,13 +8,13 @@ simply done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cupaged.device.host_memory import host_memory
-from cupaged.kernels.interface import Array, AttentionPlan, Operations
+from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
 
 StreamName = Literal["compute", "to_host", "to_device"]
 CopyStream = Literal["to_host", "to_device"]
@@ -67,6 +67,12 @@ class Device(ABC):
     @property
     @abstractmethod
     def ops(self) -> Operations: ...
+
+    def prepare(self, weights: Iterable[str], cache: StorageType) -> None:  # noqa: B027  (not all have something to do)
+        """Have the kernels at hand that a model needs, all at once, where they must be compiled.
+
+        `weights`: what its matrices are kept as (see `interface.kept_type`); `cache`: the type of its K/V.
+        """
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

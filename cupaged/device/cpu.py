@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from cupaged.device.host_memory import host_memory
 from cupaged.device.host_stream import HostStream, HostTransfer
 from cupaged.errors import OptionError
 from cupaged.kernels.cpu.arrays import aligned
+from cupaged.kernels.cpu.catalog import groups_for
 from cupaged.kernels.cpu.executor import Records, Team
 from cupaged.kernels.cpu.library import load_library
 from cupaged.kernels.cpu.operations import CpuOperations
-from cupaged.kernels.interface import Array, AttentionPlan, Operations
+from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
 
 MAX_THREADS = 256
 
@@ -63,6 +64,7 @@ class CpuDevice(Device):
         if isinstance(self.threads, bool) or not isinstance(self.threads, int) or not 1 <= self.threads <= MAX_THREADS:
             raise OptionError(f"threads: {threads!r} is not a whole number in 1..{MAX_THREADS}")
         self.name = processor_name()
+        self._progress = progress
         self.team = Team(load_library(progress), self.threads)
         self._ops = CpuOperations(self.team)
         self._copies = {"to_host": HostStream("to-host"), "to_device": HostStream("to-device")}
@@ -70,6 +72,9 @@ class CpuDevice(Device):
     @property
     def ops(self) -> Operations:
         return self._ops
+
+    def prepare(self, weights: Iterable[str], cache: StorageType) -> None:
+        self.team.library.require(groups_for(weights, cache), self._progress)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return aligned(int(np.prod(shape, dtype=np.int64)), dtype).reshape(shape)

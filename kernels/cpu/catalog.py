@@ -6,7 +6,7 @@ those of its weights' types, and waits for no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +54,14 @@ def _members() -> dict[str, list[tuple[str, str, str, str | None]]]:
 
 MEMBERS = _members()
 GROUP_OF: dict[str, str] = {member[0]: group for group, members in MEMBERS.items() for member in members}
+
+
+def groups_for(weights: Iterable[str], cache: str) -> list[str]:
+    """The groups that a model waits for: `weights` are storage types and formats that are kept, `cache` the K/V's."""
+    groups = [BASIC, f"cache-{cache}"]
+    for kind in weights:
+        groups += [f"weights-{kind}"] if kind in STORAGE_BYTES else [f"quantised-{LAYOUT_OF[kind]}", f"blocks-{kind}"]
+    return list(dict.fromkeys(groups))
 
 
 def kernels(groups: Sequence[str], progress: Callable[[int, int], None] | None = None) -> list[tuple[str, Any]]:
