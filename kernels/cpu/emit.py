@@ -144,6 +144,27 @@ class Emitter:
         b.position_at_end(after)
         return values
 
+    def each(self, n: Any, body: Callable[[Any, int | None], None]) -> None:
+        """body(byte offset, lanes) over n float32 elements: 16 lanes at a time, then the rest one by one (None).
+
+        Elementwise arithmetic gives the same bits either way.
+        """
+        whole = self.b.ashr(n, self.const(4))
+
+        def wide(i: Any, _: list[Any]) -> list[Any]:
+            body(self.mul(i, 4 * LANES), LANES)
+            return []
+
+        def single(i: Any, _: list[Any]) -> list[Any]:
+            body(self.mul(self.add(self.mul(whole, LANES), i), 4), None)
+            return []
+
+        self.loop(whole, [], wide)
+        self.loop(self.b.sub(n, self.mul(whole, LANES)), [], single)
+
+    def floats(self, address: Any, lanes: int | None) -> Any:
+        return self.load_as_float(address, "float32", lanes)
+
     # -- storage types: float32, float16, bfloat16 <-> float32, scalar or vector
 
     def load_as_float(self, address: Any, kind: str, lanes: int | None = LANES) -> Any:
