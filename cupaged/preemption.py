@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from cupaged.memory import BlockManager, Pool, SequenceTables, pool_of
+from cupaged.memory import BlockManager, Pool, SequenceTables, make_ref
 from cupaged.request import Request, RequestState
 from cupaged.residency import Parked, Speeds, Victim, Way, way_back, way_out
 
 if TYPE_CHECKING:
     from cupaged.scheduler import Draft, Scheduler
+
+
+_FIRST_ON_HOST = make_ref(0, Pool.PINNED_HOST)  # of plain blocks; those on the device come before it
 
 
 class Given(Enum):
@@ -251,8 +254,7 @@ class Room:
         reading: set[str] = set()
         for chunk in draft.chunks:
             if chunk.sequence.tables is not None:
-                refs = [ref for table in chunk.sequence.tables.tables for ref in table.refs]
-                reads = sum(ref >= 0 and pool_of(ref) is Pool.PINNED_HOST for ref in refs)
+                reads = sum(ref >= _FIRST_ON_HOST for table in chunk.sequence.tables.tables for ref in table.refs)
                 if reads:
                     reading.add(chunk.sequence.request.request_id)
                     self.read_in_place += reads

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.device.base import CopyStream, Device, Event, MemoryInfo, ProgressCallback, StreamName
-from cupaged.device.host_memory import host_memory
+from cupaged.device.host_memory import host_memory as host_memory  # others look for it here
 from cupaged.device.host_stream import HostStream, HostTransfer
 from cupaged.errors import OptionError
 from cupaged.kernels.cpu.arrays import aligned
