@@ -59,15 +59,23 @@ class Library:
         return [(kind, sizes[i]) for i, kind in enumerate(types)]
 
     def lines(self, text: str) -> str:
-        """`<pc:...>` replaced by file:line, the innermost line of the kernel's own sources."""
-        return re.sub(r"<pc:(\w+)>", lambda match: self.line(int(match[1], 16)), text)
+        """`<pc:...>` replaced by file:line."""
+        places = self.places([int(offset, 16) for offset in re.findall(r"<pc:(\w+)>", text)])
+        return re.sub(r"<pc:(\w+)>", lambda match: places[int(match[1], 16)], text)
 
-    def line(self, offset: int) -> str:
-        command = ["addr2line", "-i", "-e", str(self.path), hex(offset - 1)]
+    def places(self, offsets: Sequence[int]) -> dict[int, str]:
+        """file:line of return addresses in this library: the innermost line in the kernel's own sources."""
+        if not offsets:
+            return {}
+        command = ["addr2line", "-a", "-i", "-e", str(self.path), *(hex(offset - 1) for offset in offsets)]
         done = subprocess.run(command, capture_output=True, text=True)
-        frames = [re.sub(r" \(discriminator.*", "", frame) for frame in done.stdout.splitlines()]
-        own = str(Path(__file__).resolve().parent)
-        return next((frame for frame in frames if not frame.startswith((own, "/usr", "?"))), frames[0])
+        own = str(Path(__file__).resolve().parent / "include")
+        found: dict[int, str] = {}
+        for part in re.split(r"^0x", done.stdout, flags=re.M)[1:]:
+            address, *frames = [re.sub(r" \(discriminator.*", "", line) for line in part.splitlines()]
+            place = next((frame for frame in frames if not frame.startswith((own, "/usr", "?"))), frames[0])
+            found[int(address, 16) + 1] = place
+        return found
 
 
 class Kernel:

@@ -76,11 +76,18 @@ def read_traffic(library: Library) -> TrafficReport:
     function = library.lib.cudabench_traffic
     function.restype = ctypes.c_size_t
     count = function(ctypes.byref(rows), ctypes.byref(peak))
-    lines = []
-    for row in (rows[i] for i in range(count)):
-        if row.place >> 31:
-            place = ctypes.string_at(library.lib.cudabench_base() + (row.place & 0x7FFFFFFF)).decode()
-        else:
-            place = library.line(row.place)
-        lines.append(LineTraffic(place, KINDS[row.kind], row.requests, row.lanes, row.bytes, row.moved, row.ideal))
-    return TrafficReport(tuple(sorted(lines, key=lambda line: (line.kind, line.place))), peak.value)
+    listed = [rows[i] for i in range(count)]
+    places = library.places([row.place for row in listed if not row.place >> 31])
+    sums: dict[tuple[str, str], list[int]] = {}  # a line that was compiled several times is one line
+    for row in listed:
+        place = places.get(row.place) or _text(library, row.place & 0x7FFFFFFF)
+        numbers = (row.requests, row.lanes, row.bytes, row.moved, row.ideal)
+        before = sums.get((KINDS[row.kind], place), [0] * 5)
+        sums[KINDS[row.kind], place] = [a + b for a, b in zip(before, numbers, strict=True)]
+    return TrafficReport(
+        tuple(LineTraffic(place, kind, *sums[kind, place]) for kind, place in sorted(sums)), peak.value
+    )
+
+
+def _text(library: Library, offset: int) -> str:
+    return ctypes.string_at(library.lib.cudabench_base() + offset).decode()

@@ -38,7 +38,8 @@ struct Turns {
     std::unordered_map<uint64_t, uint32_t> count;
 };
 std::vector<Turns> turns;
-int64_t async_now, async_peak;
+std::vector<int64_t> async_now, async_most; // bytes of cp.async under way, by thread: at present, and the most so far
+int64_t async_peak;
 bool paused;
 
 void finish(const Key &key, const std::vector<Lane> &lanes) {
@@ -85,12 +86,20 @@ void count_access(Space space, uint64_t address, int bytes, bool write, Place pl
     requests[{place, (uint32_t)f->id / 32, f->rendezvous, turn, kind}].push_back({address, bytes, f->id & 31});
 }
 void count_pause(bool now) { paused = now; }
-void count_async(int bytes) { async_peak = std::max(async_peak, async_now += bytes); }
+void count_async(int bytes) {
+    const size_t id = fiber()->id;
+    if (async_now.size() <= id) async_now.resize(id + 1), async_most.resize(id + 1);
+    async_most[id] = std::max(async_most[id], async_now[id] += bytes);
+}
 void count_block() {
     for (const auto &request : requests) finish(request.first, request.second);
     requests.clear();
     for (Turns &t : turns) t.meeting = 0, t.count.clear();
-    async_now = 0;
+    // Threads run one after another here. On a GPU they run side by side, so that all have their most at once.
+    int64_t sum = 0;
+    for (int64_t most : async_most) sum += most;
+    async_peak = std::max(async_peak, sum);
+    async_now.clear(), async_most.clear();
 }
 
 } // namespace cudabench

@@ -1,0 +1,14 @@
+"""`python -m cudabench resources`: see cudabench.resources."""
+
+import sys
+
+from cudabench import resources
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["resources"]:
+        sys.exit("usage: PYTHONPATH=.:tests python -m cudabench resources")
+    resources.write()
+    spilling = [row for row in resources.read_table()[1].values() if row.spilled]
+    print(f"{resources.TABLE.name}, {resources.PAGE.name} written; {len(spilling)} builds spill")
+    for row in spilling:
+        print(f"  sm_{row.arch} {row.kernel} {row.variant}: {row.spilled} bytes")
