@@ -170,6 +170,8 @@ class Engine:
             steps=self.num_steps,
             forks=scheduler.forks,
             copies=memory.copies,
+            reused_tokens=memory.adopted_tokens,
+            evicted=memory.evicted,
             preemptions=scheduler.preemptions,
             preemptions_by_swap=scheduler.room.by_swap,
             preemptions_by_recompute=scheduler.room.by_recompute,
@@ -320,6 +322,7 @@ class Engine:
             if request.wants_prompt_logprobs:
                 self._score_prompt(chunk, logits)
             self.manager.commit_append(sequence.tables, chunk.count)
+            self.manager.remember(sequence.tables, sequence.tokens, request.params.cache_salt)
             if request.stem == sequence.tables.num_tokens:
                 self.scheduler.spread(request)
             for taker, token in outcome:

@@ -37,6 +37,8 @@ class LLM:
     block_size: tokens in a KV block. kv_memory: bytes of K/V ("64MiB", an int, or a share of free memory such as
     "25%"); by default four full contexts, at most a quarter of free memory. swap_memory: bytes of a second pool on the
     host, to which blocks are swapped when the first is full; none by default. max_model_len: positions of a sequence.
+    prefix_cache: complete blocks stay findable by their tokens until room is needed, so that a prompt that begins as an
+    earlier one (or its answer) is computed from there on only.
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
     progress: called with `ProgressEvent`s while loading.
 
@@ -59,13 +61,14 @@ class LLM:
         max_sequences: int | None = None,
         swap_memory: int | str | None = None,
         quantize: str | None = None,
+        prefix_cache: bool = True,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
-            swap_memory, quantize,
+            swap_memory, quantize, prefix_cache,
         )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}

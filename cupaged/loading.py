@@ -57,6 +57,7 @@ class LoadOptions:
     max_sequences: int | None = None
     swap_memory: int | str | None = None
     quantize: str | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -83,6 +84,8 @@ class LoadOptions:
                 raise OptionError(f"quantize: {shown(self.quantize)} is not one of {', '.join(QUANTISATIONS)}")
             if self.dtype != "auto":
                 raise OptionError(f"quantize: {self.quantize} and dtype {self.dtype} exclude each other")
+        if not isinstance(self.prefix_cache, bool):
+            raise OptionError(f"prefix_cache: {shown(self.prefix_cache)} is not True or False")
         for name in ("kv_memory", "swap_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name), 1 << 62)
@@ -161,7 +164,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         ]
         row = blocks_for(memory.max_model_len, memory.block_size)
         spec = GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks)
-        manager = BlockManager([spec for _ in config.kv_groups], in_place=memory.host_blocks > 0)
+        manager = BlockManager([spec for _ in config.kv_groups], memory.host_blocks > 0, options.prefix_cache)
         tokenizer = reading.result()
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         engine = Engine(

@@ -75,7 +75,7 @@ class Room:
     def is_there(self, draft: Draft, needed: tuple[int, ...]) -> bool:
         """Whether so many blocks are free and not reserved."""
         pools = self.manager.pools
-        return all(n + r <= pool.num_free for n, r, pool in zip(needed, draft.reserved, pools, strict=True))
+        return all(n + r <= pool.num_available for n, r, pool in zip(needed, draft.reserved, pools, strict=True))
 
     def stop(self, draft: Draft, request: Request, way: Way) -> None:
         """A running request waits again, at its place by rank. SWAP: it keeps its blocks until they are needed."""
@@ -109,7 +109,7 @@ class Room:
     def _lacking(self, draft: Draft, needed: tuple[int, ...]) -> list[int]:
         """Per KV group, blocks that will not be free even when all copies are done."""
         return [
-            max(0, need + reserved - pool.num_free - pool.stats().draining)
+            max(0, need + reserved - pool.num_available - pool.num_coming)
             for need, reserved, pool in zip(needed, draft.reserved, self.manager.pools, strict=True)
         ]
 
@@ -266,7 +266,7 @@ class Room:
         growth = [self._growth(group, request) for group in groups]
         whole, written = self._fetches(request), self._fetches(request, written=True)
         pools = self.manager.pools
-        free = [pools[g].num_free - promised[g] - draft.reserved[g] for g in groups]
+        free = [pools[g].num_available - promised[g] - draft.reserved[g] for g in groups]
         held = [len(self.manager.blocks_in(Pool.DEVICE, g, tables_of(request))) for g in groups]
         parked = Parked(
             size=sum(len(refs) * self.block_bytes[g] for g, refs in enumerate(whole)),

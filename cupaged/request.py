@@ -139,6 +139,7 @@ class Request:
     preemptions: int = 0
     forks: int = 0
     copies: int = 0
+    cached_tokens: int = 0  # of the prompt, found in blocks that were computed for others
     search: BeamSearch[Sequence] | None = None
     stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
     stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
@@ -181,7 +182,8 @@ class Request:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
 
     def usage(self) -> Usage:
-        return Usage(len(self.prompt_ids), sum(len(sequence.output_ids) for sequence in self.sequences))
+        generated = sum(len(sequence.output_ids) for sequence in self.sequences)
+        return Usage(len(self.prompt_ids), generated, self.cached_tokens)
 
     def pieces(self) -> list[StreamPiece]:
         """The outputs of an ended request as a stream brings them where they had to be picked first: each whole."""

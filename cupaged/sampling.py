@@ -24,6 +24,7 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_BIAS = 100.0
 MAX_BIASED = 4096  # ids in logit_bias
 MAX_SAMPLES = 1024  # of n and best_of
+MAX_SALT = 256
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 10.0  # on either side of 0
 MAX_INT32 = 2**31 - 1  # counts and token ids are int32 in kernels
@@ -77,6 +78,8 @@ class SamplingParams:
     early_stopping: of beams: True ends the search once there are beam_width finished outputs; False when none of the
         running beams, as long as it is now, scores better than the worst of these; "never" only when none could at any
         length up to max_tokens.
+    cache_salt: requests of different salts use none of each other's cached blocks, so that nobody can tell from its
+        speed what another one's prompt was. Changes no output.
     """
 
     max_tokens: int | None = None
@@ -104,6 +107,7 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -139,6 +143,10 @@ class SamplingParams:
         put("length_penalty", _float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise OptionError(f'early_stopping={shown(self.early_stopping)}: True, False or "never" is needed')
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and len(self.cache_salt) <= MAX_SALT):
+            raise OptionError(
+                f"cache_salt={shown(self.cache_salt)}: a string of at most {MAX_SALT} characters is needed"
+            )
         self._check_group()
 
     def _check_group(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cupaged.errors import OutOfBlocks
-from cupaged.memory import BlockManager, PlanItem, blocks_for
+from cupaged.memory import BlockManager, Match, PlanItem, blocks_for
 from cupaged.preemption import Given, Room
 from cupaged.request import Request, RequestState, Sequence, common_stem
 
@@ -165,15 +165,15 @@ class Scheduler:
     def _take(self, draft: Draft, sequence: Sequence) -> bool:
         """Schedule as much of a running sequence as budget and blocks allow, making room if need be."""
         request = sequence.request
-        if len(draft.chunks) >= self.max_sequences:
+        if len(draft.chunks) >= self.max_sequences or draft.budget <= 0:
+            return False
+        if sequence.tables is None and not self._resume(draft, sequence):
             return False
         count = min(self._goal(sequence) - sequence.num_computed, draft.budget)
         scored = request.wants_prompt_logprobs
         if scored:
             count = min(count, draft.prompt_rows)
-        if count <= 0 or (sequence.tables is None and not self._resume(draft, sequence)):
-            return False
-        if sequence.tables is None or not self.manager.settled(sequence.tables):
+        if count <= 0 or sequence.tables is None or not self.manager.settled(sequence.tables):
             return False  # its blocks are on their way
         while (items := self._prepare(draft, sequence, count)) is None:
             if sequence.tables is None or request.state is not RequestState.RUNNING:
@@ -205,11 +205,11 @@ class Scheduler:
     def _resume(self, draft: Draft, sequence: Sequence) -> bool:
         """A table again for a sample that `_suspend` had taken it from, once all of it fits."""
         if draft.preempted or any(
-            self._blocks(group, sequence) > pool.num_free - self.promised(group)
+            self._blocks(group, sequence) > pool.num_available - self.promised(group)
             for group, pool in enumerate(self.manager.pools)
         ):
             return False
-        sequence.tables = self.manager.create()
+        self._begin(draft, sequence, self._match(sequence, len(sequence.tokens)))
         return True
 
     # -- room
@@ -270,8 +270,13 @@ class Scheduler:
                 return
             if self.room.is_parked(request) and not self.room.bring_back(draft, request):
                 return
-            if not self.room.is_parked(request) and self.running and not self._fits(request):
-                return
+            stem = common_stem(request.live_sequences) if len(request.live_sequences) > 1 else None
+            leader = request.live_sequences[0]
+            match = Match()
+            if not self.room.is_parked(request):
+                match = self._match(leader, len(leader.tokens) if stem is None else stem)
+                if self.running and not self._fits(request, stem or 0, match):
+                    return
             self.waiting.pop(0)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=lambda r: r.rank)
@@ -279,11 +284,26 @@ class Scheduler:
                 for decoding in (True, False):
                     self._take_request(draft, request, decoding)
                 continue
-            sequences = request.live_sequences
-            if len(sequences) > 1:
-                request.stem = common_stem(sequences)
-            sequences[0].tables = self.manager.create()
-            self._take(draft, sequences[0])
+            request.stem = stem
+            self._begin(draft, leader, match)
+            if request.first_scheduled_time is None:
+                request.cached_tokens = min(match.num_tokens, len(request.prompt_ids) - 1)
+            self._take(draft, leader)
+
+    def _match(self, sequence: Sequence, end: int) -> Match:
+        """What is known of a sequence's first `end` tokens, but for the last: that one is computed."""
+        request, prefixes = sequence.request, self.manager.prefixes
+        if prefixes is None or request.wants_prompt_logprobs:
+            return Match()  # the log-probabilities need every token's logits
+        return prefixes.match(sequence.tokens, end - 1, request.params.cache_salt)
+
+    def _begin(self, draft: Draft, sequence: Sequence, match: Match) -> None:
+        """A table for a sequence that has none, with what is known of its tokens."""
+        try:
+            sequence.tables, items = self.manager.adopt(match)
+            draft.items += items
+        except OutOfBlocks:  # it was let in because it is alone, whatever it needs
+            sequence.tables = self.manager.create()
 
     @property
     def _suspended(self) -> bool:
@@ -295,14 +315,14 @@ class Scheduler:
             for sequence in request.live_sequences
         )
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Request, stem: int, match: Match) -> bool:
         """Whether a waiting request can run beside those that do: in places of a step, and in blocks."""
         if sum(other.places for other in self.running) + request.places > self.max_sequences:
             return False
         sequences = request.live_sequences
-        stem = common_stem(sequences) if len(sequences) > 1 else 0
         return all(
-            self._needed(group, sequences, stem) <= pool.num_free - self.promised(group)
+            self._needed(group, sequences, stem) - self.manager.in_use(group, match)
+            <= pool.num_available - self.promised(group)
             for group, pool in enumerate(self.manager.pools)
         )
 

@@ -19,6 +19,7 @@ class EngineStats:
     written. preemptions: requests (or samples of one) that had to stop for lack of blocks; by_swap: that kept theirs,
     or had them moved to the host; by_recompute: whose K/V were dropped, while they ran or waited. swapped_out,
     swapped_in: blocks moved to the host pool and back. read_in_place: blocks that steps read on the host, each time.
+    reused_tokens: found in cached blocks instead of computed. evicted: units of cached blocks given up for room.
     """
 
     groups: tuple[GroupStats, ...]
@@ -36,3 +37,5 @@ class EngineStats:
     swapped_out: int = 0
     swapped_in: int = 0
     read_in_place: int = 0
+    reused_tokens: int = 0
+    evicted: int = 0

@@ -7,6 +7,7 @@ from cupaged.memory.blockref import MAX_FRAMES, NO_BLOCK, Format, Pool, format_o
 from cupaged.memory.manager import BlockManager
 from cupaged.memory.plans import CopyBlock, PackBlock, PlanItem, SwapIn, SwapOut
 from cupaged.memory.pool import BlockPool, FrameState, PoolStats
+from cupaged.memory.prefix import Match, PrefixIndex
 from cupaged.memory.sequence import GroupSpec, SequenceTables
 from cupaged.memory.stats import GroupStats, MemoryStats, group_stats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks, last_block_fill
@@ -22,11 +23,13 @@ __all__ = [
     "FrameState",
     "GroupSpec",
     "GroupStats",
+    "Match",
     "MemoryStats",
     "PackBlock",
     "PlanItem",
     "Pool",
     "PoolStats",
+    "PrefixIndex",
     "SequenceTables",
     "SwapIn",
     "SwapOut",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def audit(manager: BlockManager) -> None:
     """O(blocks of all sequences). BlockError names the first inconsistency."""
+    if manager.prefixes is not None:
+        manager.prefixes.audit()
     for group, pools in enumerate(zip(manager.pools, manager.host_pools, strict=True)):
         listed = Counter(ref for tables in manager.sequences() for ref in distinct_blocks(tables.tables[group].refs))
         ends = Counter(

@@ -6,13 +6,15 @@ sections 4.2 to 4.5. A device pool, a host pool if wanted, and one table per KV 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from cupaged.errors import BlockError, CapacityError, OptionError, OutOfBlocks
 from cupaged.memory.audit import audit
 from cupaged.memory.blockref import Pool, frame_of, pool_of
+from cupaged.memory.moving import move
 from cupaged.memory.plans import CopyBlock, PlanItem, SwapIn, SwapOut
-from cupaged.memory.pool import BlockPool, FrameState
+from cupaged.memory.pool import BlockPool
+from cupaged.memory.prefix import Match, PrefixIndex
 from cupaged.memory.sequence import GroupSpec, SequenceTables
 from cupaged.memory.stats import MemoryStats, group_stats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks
@@ -25,10 +27,11 @@ class BlockManager:
     the device, write K/V to `slots`, `commit_append`; `complete` once for each plan item, when it is done or later.
 
     A table may list blocks of both pools; only where tokens are written the block must be on the device. `in_place`:
-    kernels read host blocks where they lie, so a sequence may be longer than the device pool.
+    kernels read host blocks where they lie, so a sequence may be longer than the device pool. `prefix_reuse`: complete
+    blocks stay findable by their tokens when nobody uses them, until room is needed (see `prefix.PrefixIndex`).
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], in_place: bool = False) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], in_place: bool = False, prefix_reuse: bool = False) -> None:
         if not groups:
             raise OptionError("a block manager needs at least one KV group")
         self.groups = tuple(groups)
@@ -42,9 +45,11 @@ class BlockManager:
             self._new_table(index)  # refuses a bad block_size or max_blocks now, not at the first request
         self._sequences: dict[SequenceTables, None] = {}
         self._unfinished: dict[int, PlanItem] = {}
-        self._arriving: dict[tuple[int, int], bool] = {}  # (group, destination of a move under way): is it a full block
-        self._next_ticket = 0
+        self.arriving: dict[tuple[int, int], bool] = {}  # (group, destination of a move under way): is it a full block
+        self.next_ticket = 0
+        self.prefixes = PrefixIndex(self.pools, [spec.block_size for spec in groups]) if prefix_reuse else None
         self._copies = 0
+        self._adopted = 0
         self._swapped_out = 0
         self._swapped_in = 0
 
@@ -100,11 +105,53 @@ class BlockManager:
         """
         self._check_live(tables)
         del self._sequences[tables]
+        if self.prefixes is not None:
+            self.prefixes.forget_sequence(tables)
         for group, table in enumerate(tables.tables):
             for pool, refs in self._by_pool(group, table.refs):
                 pool.free(refs)
             table.refs = []
         tables.num_tokens = tables.num_prepared = 0
+
+    def adopt(self, match: Match) -> tuple[SequenceTables, list[PlanItem]]:
+        """A sequence that begins with the tokens of a match, in the same blocks, and the plan for it.
+
+        A unit that is matched in part is shared as far as its blocks are whole; the block within which the match ends
+        is copied. OutOfBlocks if there is none for the copy: nothing has changed.
+        """
+        tables = self.create()
+        plan: list[PlanItem] = []
+        borrowed: list[tuple[BlockPool, int]] = []
+        try:
+            for group, (spec, pool, table) in enumerate(zip(self.groups, self.pools, tables.tables, strict=True)):
+                whole, rest = divmod(match.partial_tokens, spec.block_size)
+                refs = [ref for node in match.nodes for ref in node.blocks[group]]
+                last = match.partial.blocks[group] if match.partial is not None else ()
+                refs += last[:whole]
+                pool.fork(refs)
+                table.refs = refs
+                if rest:
+                    pool.fork(last[whole])  # not to be evicted for its own copy
+                    borrowed.append((pool, last[whole]))
+                    table.append_block(pool.allocate())
+                    plan.append(CopyBlock(self.next_ticket, group, last[whole], table.refs[-1]))
+                    self.hold(plan[-1])
+            tables.num_tokens = tables.num_prepared = match.num_tokens
+        except OutOfBlocks:
+            for item in plan:
+                self.complete(item.ticket)
+            self.free(tables)
+            raise
+        finally:
+            for pool, ref in borrowed:
+                pool.free(ref)
+        self._adopted += match.num_tokens
+        return tables, plan
+
+    def in_use(self, group: int, match: Match) -> int:
+        """Whole blocks of a match that somebody uses: sharing them takes no room, unlike cached ones."""
+        pool = self.pools[group]
+        return sum(pool.count(ref) > 0 for node in match.nodes for ref in node.blocks[group])
 
     # Appending
 
@@ -127,7 +174,7 @@ class BlockManager:
     def can_append(self, tables: SequenceTables, num_new: int) -> bool:
         """Whether `prepare_append` would succeed now. False means not now; CapacityError means never."""
         needed = self.blocks_needed(tables, num_new)
-        return all(need <= pool.num_free for need, pool in zip(needed, self.pools, strict=True))
+        return all(need <= pool.num_available for need, pool in zip(needed, self.pools, strict=True))
 
     def prepare_append(self, tables: SequenceTables, num_new: int) -> list[PlanItem]:
         """Make the slots of positions num_tokens .. num_tokens + num_new - 1 exist and writable; the plan for it.
@@ -138,8 +185,8 @@ class BlockManager:
         """
         needed = self.blocks_needed(tables, num_new)
         for need, pool in zip(needed, self.pools, strict=True):
-            if need > pool.num_free:
-                raise OutOfBlocks(need, pool.num_free)
+            if need > pool.num_available:
+                raise OutOfBlocks(need, pool.num_available)
         plan = []
         for group, (need, pool, table) in enumerate(zip(needed, self.pools, tables.tables, strict=True)):
             fresh = pool.allocate_many(need)
@@ -163,6 +210,11 @@ class BlockManager:
         for pool, table in zip(self.pools, tables.tables, strict=True):
             for index in range(start // table.block_size, end // table.block_size):
                 pool.mark_ready(table.refs[index])
+
+    def remember(self, tables: SequenceTables, tokens: Sequence[int], salt: Hashable = None) -> None:
+        """Make the complete blocks of a sequence findable by its tokens. To be called after commit_append."""
+        if self.prefixes is not None:
+            self.prefixes.insert(tokens, tables, salt)
 
     def slot(self, tables: SequenceTables, group: int, position: int) -> int:
         """frame * block_size + offset of a stored or prepared position. BlockError elsewhere."""
@@ -196,7 +248,7 @@ class BlockManager:
         item = self._unfinished.pop(ticket, None)
         if item is None:
             raise BlockError(f"ticket {ticket} belongs to no unfinished plan item")
-        full = self._arriving.pop((item.group, item.destination), False)
+        full = self.arriving.pop((item.group, item.destination), False)
         for ref in (item.source, item.destination):
             self.pool(item.group, pool_of(ref)).unpin(ref)
         pool = self.pool(item.group, pool_of(item.destination))
@@ -211,25 +263,25 @@ class BlockManager:
         The device frames drain until their tickets are completed. OutOfBlocks if the host pool lacks room, BlockError
         if a block is not in use on the device, holds no token (see `trim`), or is being written: nothing has changed.
         """
-        items = self._move(group, refs, Pool.DEVICE, Pool.PINNED_HOST, SwapOut)
+        items = move(self, group, refs, Pool.DEVICE, Pool.PINNED_HOST, SwapOut)
         self._swapped_out += len(items)
         return items
 
     def swap_in(self, group: int, refs: Iterable[int]) -> list[PlanItem]:
         """Move host blocks back to the device: `swap_out` the other way round. The sequences may be scheduled when the
         tickets are completed."""
-        items = self._move(group, refs, Pool.PINNED_HOST, Pool.DEVICE, SwapIn)
+        items = move(self, group, refs, Pool.PINNED_HOST, Pool.DEVICE, SwapIn)
         self._swapped_in += len(items)
         return items
 
     def is_arriving(self, group: int, ref: int) -> bool:
         """Whether the block is the destination of a move that is not completed."""
-        return (group, ref) in self._arriving
+        return (group, ref) in self.arriving
 
     def settled(self, tables: SequenceTables) -> bool:
         """Whether no block of the sequence is on its way."""
-        return not self._arriving or not any(
-            (group, ref) in self._arriving for group, table in enumerate(tables.tables) for ref in table.refs
+        return not self.arriving or not any(
+            (group, ref) in self.arriving for group, table in enumerate(tables.tables) for ref in table.refs
         )
 
     def blocks_in(self, where: Pool, group: int, sequences: Iterable[SequenceTables]) -> list[int]:
@@ -304,6 +356,8 @@ class BlockManager:
             unfinished_items=len(self._unfinished),
             swapped_out=self._swapped_out,
             swapped_in=self._swapped_in,
+            adopted_tokens=self._adopted,
+            evicted=0 if self.prefixes is None else self.prefixes.evicted,
         )
 
     def audit(self) -> None:
@@ -349,58 +403,19 @@ class BlockManager:
 
     def _copy_on_write(self, group: int, table: BlockTable, index: int, fresh: int) -> PlanItem:
         shared = table.refs[index]
-        item = CopyBlock(self._next_ticket, group, shared, fresh)
-        self._hold(item)
+        item = CopyBlock(self.next_ticket, group, shared, fresh)
+        self.hold(item)
         self.pools[group].free(shared)
         table.refs[index] = fresh
         self._copies += 1
         return item
 
-    def _hold(self, item: PlanItem) -> None:
-        """Keep both ends of a new plan item until its ticket is completed."""
-        self._next_ticket = item.ticket + 1
+    def hold(self, item: PlanItem) -> None:
+        """Keep both ends of a new plan item, of ticket `next_ticket`, until that is completed."""
+        self.next_ticket = item.ticket + 1
         self._unfinished[item.ticket] = item
         for ref in (item.source, item.destination):
             self.pool(item.group, pool_of(ref)).pin(ref)
-
-    def _move(
-        self, group: int, refs: Iterable[int], source: Pool, target: Pool, kind: type[PlanItem]
-    ) -> list[PlanItem]:
-        old_pool, new_pool = self.pool(group, source), self.pool(group, target)
-        blocks = distinct_blocks(refs)
-        self._check_movable(group, blocks, old_pool)
-        moved = dict(zip(blocks, new_pool.allocate_many(len(blocks)), strict=True))
-        for tables in self._sequences:
-            table = tables.tables[group]
-            if not moved.keys().isdisjoint(table.refs):
-                table.refs = [moved.get(ref, ref) for ref in table.refs]
-        items: list[PlanItem] = []
-        for old, new in moved.items():
-            full = old_pool.state(old) is FrameState.READY or self._arriving.get((group, old), False)
-            items.append(kind(self._next_ticket, group, old, new))
-            self._hold(items[-1])
-            self._arriving[group, new] = full
-            for user in range(old_pool.count(old)):
-                if user:
-                    new_pool.fork(new)
-                old_pool.free(old)
-        return items
-
-    def _check_movable(self, group: int, blocks: list[int], pool: BlockPool) -> None:
-        for ref in blocks:
-            if not pool.count(ref):
-                raise BlockError(f"block {frame_of(ref)} of group {group} cannot move: it is not in use")
-        wanted = set(blocks)
-        for tables in self._sequences:
-            refs = tables.tables[group].refs
-            if wanted.isdisjoint(refs):
-                continue
-            size = self.groups[group].block_size
-            stored = blocks_for(tables.num_tokens, size)
-            if not wanted.isdisjoint(refs[stored:]):
-                raise BlockError(f"a block of group {group} cannot move: it holds no token yet")
-            if tables.num_prepared > tables.num_tokens and not wanted.isdisjoint(refs[tables.num_tokens // size :]):
-                raise BlockError(f"a block of group {group} cannot move: it is being written")
 
     def _by_pool(self, group: int, refs: Sequence[int]) -> list[tuple[BlockPool, list[int]]]:
         """The blocks of a table, apart by pool."""

@@ -5,7 +5,7 @@ Pure bookkeeping: the arrays behind the frames are `cupaged.cache`'s. Not thread
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -61,13 +61,25 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._kept: set[int] = set()
         self._num_cached = 0
+        self._num_stuck = 0  # cached frames that are pinned: they would drain first
         self._num_shared = 0
         self._num_draining = 0
+        self.reclaim: Callable[[int], object] | None = None  # asked to `forget` cached blocks until so many are free
 
     @property
     def num_free(self) -> int:
-        """Frames that `allocate` can hand out now."""
+        """Frames on the free list."""
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Frames that `allocate` can hand out now: free ones, and cached ones if there is somebody to give them up."""
+        return len(self._free) + (self._num_cached - self._num_stuck if self.reclaim is not None else 0)
+
+    @property
+    def num_coming(self) -> int:
+        """Frames that will be available when the copies under way are done."""
+        return self._num_draining + (self._num_stuck if self.reclaim is not None else 0)
 
     @property
     def num_cached(self) -> int:
@@ -111,7 +123,10 @@ class BlockPool:
         if n < 0:
             raise OptionError(f"{n} blocks asked: 0 or more are allowed")
         if n > len(self._free):
-            raise OutOfBlocks(n, len(self._free))
+            if n > self.num_available:
+                raise OutOfBlocks(n, self.num_available)
+            assert self.reclaim is not None
+            self.reclaim(n)
         frames = [self._free.pop() for _ in range(n)]
         for frame in frames:
             self._counts[frame] = 1
@@ -133,6 +148,7 @@ class BlockPool:
                 self._num_shared += 1
             elif self._counts[frame] == 1:
                 self._num_cached -= 1
+                self._num_stuck -= self._pins[frame] > 0
 
     def free(self, refs: int | Iterable[int]) -> None:
         """Take 1 from the count of a block, or of each distinct block of a table; NO_BLOCK entries are skipped.
@@ -151,6 +167,7 @@ class BlockPool:
             elif not self._counts[frame]:
                 if frame in self._kept:
                     self._num_cached += 1
+                    self._num_stuck += self._pins[frame] > 0
                 else:
                     self._retire(frame)
 
@@ -177,14 +194,18 @@ class BlockPool:
         if not self._pins[frame]:
             raise BlockError(f"block {self._name(frame)} is not pinned")
         self._pins[frame] -= 1
-        if not self._pins[frame] and self._states[frame] is FrameState.DRAINING:
+        if self._pins[frame]:
+            return
+        if self._states[frame] is FrameState.DRAINING:
             self._num_draining -= 1
             self._release(frame)
+        elif frame in self._kept and not self._counts[frame]:
+            self._num_stuck -= 1
 
     def keep(self, ref: int) -> None:
         """Keep a READY block's contents: at count 0 it becomes cached, until `fork` uses it again or `forget` ends it.
 
-        For an index of contents, which alone knows what may go first: `allocate` never takes a cached block by itself.
+        For an index of contents, which alone knows what may go first: `allocate` asks it by `reclaim`.
         """
         frame = self._frame(ref)
         if not self._counts[frame] or self._states[frame] is not FrameState.READY:
@@ -199,6 +220,7 @@ class BlockPool:
         self._kept.remove(frame)
         if not self._counts[frame]:
             self._num_cached -= 1
+            self._num_stuck -= self._pins[frame] > 0
             self._retire(frame)
 
     def audit(self) -> None:
@@ -206,7 +228,7 @@ class BlockPool:
         free = set(self._free)
         if len(free) != len(self._free):
             raise BlockError(f"free list of {self._where()} holds a frame twice")
-        cached = used = shared = draining = 0
+        cached = used = shared = draining = stuck = 0
         for frame, (count, pins, state) in enumerate(zip(self._counts, self._pins, self._states, strict=True)):
             kept = frame in self._kept
             if count < 0 or pins < 0:
@@ -222,12 +244,15 @@ class BlockPool:
             if (frame in free) != (state is FrameState.FREE):
                 raise BlockError(f"block {self._name(frame)} is {state.name}, but on the free list: {frame in free}")
             cached += kept and not count
+            stuck += kept and not count and pins > 0
             used += bool(count) or state is FrameState.DRAINING
             shared += count > 1
             draining += state is FrameState.DRAINING
         found = PoolStats(self.num_blocks, len(free), cached, used, shared, draining)
         if found != self.stats():
             raise BlockError(f"{self._where()} says {self.stats()}, counted {found}")
+        if stuck != self._num_stuck:
+            raise BlockError(f"{self._where()}: {stuck} cached blocks are pinned, counted {self._num_stuck}")
         if len(free) + cached + used != self.num_blocks:
             raise BlockError(f"{self._where()}: {len(free)} free + {cached} cached + {used} used != {self.num_blocks}")
 

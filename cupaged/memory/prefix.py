@@ -18,6 +18,7 @@ import heapq
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cupaged.errors import BlockError
 from cupaged.memory.blockref import Pool, pool_of
@@ -65,6 +66,8 @@ class PrefixIndex:
         self._leaves: list[tuple[int, int, Node]] = []  # heap; entries of nodes that have changed since are stale
         self._order = 0
         self._by_block: dict[tuple[int, int], Node] = {}
+        for group, pool in enumerate(self._pools):
+            pool.reclaim = partial(self.evict, group)
         self.evicted = 0  # units
         self.merged = 0  # blocks that sequences gave up for equal ones of the tree
 

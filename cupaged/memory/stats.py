@@ -25,7 +25,8 @@ class GroupStats:
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
     """Per KV group the state now. Since the manager was made: `copies` blocks copied on write, `swapped_out` and
-    `swapped_in` blocks moved to the host pool and back."""
+    `swapped_in` blocks moved to the host pool and back; `adopted_tokens` found in cached blocks by sequences that
+    began, `evicted` units of those (see prefix.py) given up for room."""
 
     groups: tuple[GroupStats, ...]
     copies: int
@@ -33,6 +34,8 @@ class MemoryStats:
     unfinished_items: int
     swapped_out: int = 0
     swapped_in: int = 0
+    adopted_tokens: int = 0
+    evicted: int = 0
 
 
 def group_stats(manager: BlockManager, group: int) -> GroupStats:

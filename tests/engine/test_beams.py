@@ -92,7 +92,6 @@ def test_A10_a_tree_of_beams_uses_the_distinct_blocks_of_its_beams_and_no_other(
             assert all(beam.num_remaining == 1 for beam in request.live_sequences)
         assert len(engine.request(name).output().outputs) == 4
         assert engine.stats().forks > 20 and engine.stats().copies > 10
-        assert all(pool.num_free == pool.num_blocks for pool in engine.manager.pools)
         engine.check_idle()
 
 

@@ -28,7 +28,7 @@ def count_captures(engine: Engine) -> list[int]:
 
 
 def test_a_decode_step_is_recorded_once_for_each_number_of_sequences() -> None:
-    with tiny() as llm:
+    with tiny(prefix_cache=False) as llm:
         recorded = count_captures(llm.engine)
         llm.generate([prompt(5), prompt(9)], [greedy(10), greedy(20)])
         assert recorded == [14, 2, 1]  # both prompts, then decoding by two, then alone

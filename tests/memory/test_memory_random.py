@@ -10,7 +10,8 @@ from memory_driver import Driver
 from memory_judges import Divergence
 
 from cupaged.errors import BlockError, OutOfBlocks
-from cupaged.memory import BlockManager, BlockPool, GroupSpec, PlanItem, Pool, SequenceTables, frame_of
+from cupaged.memory import BlockManager, BlockPool, GroupSpec, PlanItem, SequenceTables, frame_of
+from cupaged.memory.moving import move
 
 GROUPS = {
     "one group": [GroupSpec(32, 4)],
@@ -172,23 +173,19 @@ def sharers_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_blocks_lose_users(patch: pytest.MonkeyPatch) -> None:
-    move = BlockManager._move
-
-    def losing(
-        self: BlockManager, group: int, refs: list[int], source: Pool, target: Pool, kind: type
-    ) -> list[PlanItem]:
+    def losing(*arguments: object) -> list[PlanItem]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(BlockPool, "fork", lambda pool, refs: None)
-            return move(self, group, refs, source, target, kind)
+            return move(*arguments)  # type: ignore[arg-type]
 
-    patch.setattr(BlockManager, "_move", losing)
+    patch.setattr("cupaged.memory.manager.move", losing)
 
 
 def arrived_blocks_never_ready(patch: pytest.MonkeyPatch) -> None:
     complete = BlockManager.complete
 
     def forgetful(self: BlockManager, ticket: int) -> None:
-        self._arriving = dict.fromkeys(self._arriving, False)
+        self.arriving = dict.fromkeys(self.arriving, False)
         complete(self, ticket)
 
     patch.setattr(BlockManager, "complete", forgetful)
