@@ -81,5 +81,5 @@ def generate(
         session = Session(llm, output, progress, statistics, chat, system)
         failed = session.show_objects(jobs) if as_objects else session.show_texts(jobs)
         if stats:
-            statistics.print(llm.stats())
+            statistics.print(llm.stats(), llm.info()["weights"]["kept_bytes"])
         return 1 if failed else 0

@@ -109,17 +109,19 @@ def _read(path: Path) -> str:
         return ""
 
 
-def lines(facts: dict[str, Any], depth: int = 0) -> Iterator[str]:
-    """`facts` as indented `key: value` lines; keys that end in `bytes` also get a size that can be read."""
+def lines(facts: dict[str, Any], depth: int = 0, all_bytes: bool = False) -> Iterator[str]:
+    """`facts` as indented `key: value` lines; keys that end in `bytes`, and what is below them, also get a size that
+    can be read."""
     width = max((len(key) for key, value in facts.items() if not isinstance(value, dict)), default=0)
     indent = "  " * depth
     for key, value in facts.items():
-        label = key.replace("_", " ")
+        label = key if all_bytes else key.replace("_", " ")  # names of formats keep theirs
         if isinstance(value, dict):
             yield f"{indent}{label}"
-            yield from lines(value, depth + 1)
+            yield from lines(value, depth + 1, key.endswith("bytes"))
         else:
-            yield f"{indent}{label:<{width}}  {_shown(key, value)}"
+            shown = _shown("bytes" if all_bytes else key, value)
+            yield f"{indent}{label:<{width}}  {shown}"
 
 
 def _shown(key: str, value: Any) -> str:

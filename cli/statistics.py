@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cupaged.cli.errors import note
@@ -33,8 +34,8 @@ class Statistics:
         self._cached += result.usage.cached_tokens
         self._completion += result.usage.completion_tokens
 
-    def print(self, engine: EngineStats) -> None:
-        """Three lines on stderr, a fourth with a host pool.
+    def print(self, engine: EngineStats, kept: Mapping[str, int]) -> None:
+        """Three lines on stderr, a fourth with a host pool. kept: bytes of weights by what they are kept as.
 
         tokens/s counts generated tokens over all the time since the model was loaded."""
         seconds = time.monotonic() - self._started
@@ -47,7 +48,8 @@ class Statistics:
         note(line)
         peak = peak_memory()
         memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
-        note(f"model loaded in {self._started - self._made:.2f} s{memory}")
+        weights = ", ".join(f"{size / 2**20:.1f} MiB of {kind}" for kind, size in kept.items())
+        note(f"model loaded in {self._started - self._made:.2f} s: weights in {weights}{memory}")
         pools = (f"{peak} of {group.pool.total}" for peak, group in zip(engine.peak_blocks, engine.groups, strict=True))
         note(
             f"KV blocks: at most {' and '.join(pools)} in use, {engine.forks} forks, {engine.copies} copied on write, "

@@ -102,7 +102,7 @@ class FakeLLM:
 
     def info(self) -> dict[str, Any]:
         plan = {"kv_bytes_per_token": 46080, "num_blocks": 10, "kv_memory_bytes": 3 * 2**20}
-        return {"kv_cache": plan, **self.options}
+        return {"kv_cache": plan, "weights": {"kept_bytes": {"Q8_0": 3 * 2**20, "float32": 2**19}}, **self.options}
 
     def stream(self, prompt: Any, params: Any) -> Stream:
         if prompt == "":

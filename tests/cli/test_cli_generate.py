@@ -137,7 +137,8 @@ def test_stats_are_three_lines_on_stderr(run: Run) -> None:
     assert (code, out) == (0, " one two three four\n")
     counts, times, memory = err.splitlines()
     assert counts.startswith("cupaged: 3 prompt tokens (1 cached), 4 generated in ") and "first token after" in counts
-    assert times.startswith("cupaged: model loaded in ") and "MiB" in times
+    assert times.startswith("cupaged: model loaded in ") and "peak memory" in times
+    assert "s: weights in 3.0 MiB of Q8_0, 0.5 MiB of float32, " in times
     assert memory == "cupaged: KV blocks: at most 4 of 10 in use, 3 forks, 2 copied on write, 1 preemptions"
 
 

@@ -31,6 +31,7 @@ def test_with_a_model_its_plan_is_told(run: Run) -> None:
     words = [" ".join(line.split()) for line in out.splitlines()]
     assert "num blocks 10" in words and "block size 8" in words
     assert "kv bytes per token 46080 (45 KiB)" in words and "kv memory bytes 3145728 (3 MiB)" in words
+    assert "Q8_0 3145728 (3 MiB)" in words and "float32 524288 (512 KiB)" in words
 
 
 def test_lines_align_and_nest() -> None:
