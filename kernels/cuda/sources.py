@@ -90,3 +90,15 @@ def _parameter(declaration: str, where: str) -> Parameter:
     if head not in SCALARS:
         raise KernelError(f"{where}: parameter {name} has type {head!r}, which the launch layer does not know")
     return Parameter(name, SCALARS[head], 0)
+
+
+@functools.cache
+def inlined(name: str) -> str:
+    """A source with our headers in place of their includes, each once: what NVRTC gets, and a cache can be keyed by."""
+    done: set[str] = set()
+
+    def expand(file: str) -> str:
+        done.add(file)
+        return _INCLUDE.sub(lambda match: "" if match[1] in done else expand(match[1]), text(file))
+
+    return expand(name)

@@ -1,13 +1,45 @@
-"""The implementations that the conformance suite is run on."""
+"""The implementations that the conformance suite is run on.
+
+"cuda" and "cuda-tensor" are the CUDA C kernels on the test bench's emulator: as the launch layer chooses for the case, and
+with tensor cores for any number of heads.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
 import pytest
 
-IMPLEMENTATIONS = ["reference", "cpu", "cuda"]
+IMPLEMENTATIONS = ["reference", "cpu", "cuda", "cuda-tensor"]
+# Tests of attention that "cuda" runs without tensor cores, having fewer than four heads a KV head.
+TENSOR_TESTS = (
+    "test_prefill_chunks_and_decode_give_the_same_bits",
+    "test_company_does_not_change_bits",
+    "test_block_size_layout_and_key_order_do_not_change_bits",
+    "test_K02_K08_P10_attention_equals_float64",
+    "test_K03_prefill_equals_decode_in_a_window",
+    "test_K05_soft_cap_comes_before_the_mask",
+    "test_K07_K21_row_without_a_visible_key_is_zero",
+    "test_K08_contents_of_unused_slots_do_not_matter",
+    "test_nan_reaches_the_rows_that_see_it_and_no_other",
+    "test_blocks_of_several_pools_give_the_same_bits",
+)
+# Left to the slow run where the emulator takes long and a cheaper case shows the same.
+SLOW_WHEN_EMULATED = (
+    "test_tokens_are_distributed_as_asked",
+    "test_K02_K08_P10_attention_equals_float64[cuda-tensor",
+    "test_nan_reaches_the_rows_that_see_it_and_no_other[cuda-40",
+    "test_nan_reaches_the_rows_that_see_it_and_no_other[cuda-64",
+    "test_nan_reaches_the_rows_that_see_it_and_no_other[cuda-tensor-40",
+    "test_nan_reaches_the_rows_that_see_it_and_no_other[cuda-tensor-63",
+    "test_prefill_chunks_and_decode_give_the_same_bits[cuda-80-float32",
+    "test_prefill_chunks_and_decode_give_the_same_bits[cuda-tensor-33",
+    "test_company_does_not_change_bits[cuda-tensor",
+    "test_matmul_rows_do_not_depend_on_their_number[cuda-300-33-bfloat16",
+    "test_matmul_rows_do_not_depend_on_their_number[cuda-300-33-float16",
+)
 
 
 def make_operations(name: str) -> Any:
@@ -15,12 +47,12 @@ def make_operations(name: str) -> Any:
         from cupaged.kernels.reference import ReferenceOperations
 
         return ReferenceOperations()
-    if name == "cuda":
-        if shutil.which("g++") is None:
+    if name.startswith("cuda"):
+        if shutil.which("g++") is None and os.environ.get("CUDABENCH") != "required":
             pytest.skip("no g++, which runs the CUDA C kernels on the CPU")
         from emulated import emulated_operations
 
-        return emulated_operations()
+        return emulated_operations(tensor_cores=True if name == "cuda-tensor" else None)
     from cupaged.device import get_device
 
     return get_device("cpu").ops
@@ -30,3 +62,19 @@ def make_operations(name: str) -> Any:
 def ops(request: pytest.FixtureRequest) -> Any:
     """A set of kernels; each test that asks for it holds for all of them."""
     return make_operations(request.param)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tensor cores are for attention with 16-bit K and V; and what the emulator takes long for is run with `-m slow`."""
+    kept = []
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        name = str(parameters.get("ops", ""))
+        if name == "cuda-tensor":
+            case = parameters.get("case", parameters)
+            if not item.name.startswith(TENSOR_TESTS) or case.get("dtype") == "float32":
+                continue
+        if name.startswith("cuda") and any(item.name.startswith(slow) for slow in SLOW_WHEN_EMULATED):
+            item.add_marker(pytest.mark.slow)
+        kept.append(item)
+    items[:] = kept
