@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cupaged.cli.errors import note
@@ -67,6 +69,10 @@ class Statistics:
 
 def peak_memory() -> int | None:
     """Largest resident set of this process so far, in bytes; None where the system does not tell (Windows)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # getrusage would count what the process that started us had before
+                return 1024 * int(line.split()[1])
     try:
         import resource
     except ImportError:
