@@ -6,6 +6,7 @@ not part of the runtime's library.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from cupaged.kernels.cpu.arrays import address, aligned
@@ -61,6 +62,7 @@ class Roofs:
         return chunks * _ROUNDS * _DOT_CHAINS * 64 * 2
 
 
+@lru_cache
 def _compile() -> dict[str, tuple[Any, int]]:
     """name -> (owner to keep alive, address in Numba's native form)."""
     from numba import njit

@@ -18,7 +18,10 @@ Capture = pytest.CaptureFixture[str]
 # Arguments with which a command line is complete, but for the option under test. None of them lets a command do a
 # thing: all that is tested must be refused before anything is opened.
 COMPLETE = {
+    "bench attention": [],
+    "bench generate": ["-w", "absent"],
     "bench kernels": [],
+    "bench matmul": [],
     "bench quality": ["-w", "absent", "--text", "absent.txt"],
     "convert": ["absent-source", "absent-target"],
     "detokenize": ["-w", "absent", "1"],
@@ -34,6 +37,19 @@ ABOVE_ZERO = ("-1", "0")
 REFUSED: dict[str, tuple[str, ...]] = {
     "--threads": (*NOT_WHOLE, *ABOVE_ZERO, "257"),
     "--seconds": (*ABOVE_ZERO, "61"),
+    "--shape": ("64", "64x", "0x64", "64x131073", "131072x131072", "-1x64"),
+    "--rows": (*NOT_WHOLE, *ABOVE_ZERO, "65537"),
+    "--heads": (*NOT_WHOLE, *ABOVE_ZERO, "1025"),
+    "--kv-heads": (*NOT_WHOLE, *ABOVE_ZERO, "1025"),
+    "--head-dim": (*NOT_WHOLE, *ABOVE_ZERO, "513"),
+    "--context": (*NOT_WHOLE, *ABOVE_ZERO, "1048577"),
+    "--queries": (*NOT_WHOLE, *ABOVE_ZERO, "65537"),
+    "--sequences": (*NOT_WHOLE, *ABOVE_ZERO, "4097"),
+    "--shared": (*NOT_WHOLE, "-1", "1048577"),
+    "--prompt-tokens": (*NOT_WHOLE, *ABOVE_ZERO, "1048577"),
+    "--new-tokens": (*NOT_WHOLE, *ABOVE_ZERO, "1", "1048577"),
+    "--streams": (*NOT_WHOLE, *ABOVE_ZERO, "4097"),
+    "--rounds": (*NOT_WHOLE, *ABOVE_ZERO, "1001"),
     "--tokens": (*NOT_WHOLE, *ABOVE_ZERO, "1", "1048577"),
     "--window": (*NOT_WHOLE, *ABOVE_ZERO, "1", "1048577"),
     "--block-size": (*NOT_WHOLE, *ABOVE_ZERO, "257"),
