@@ -6,43 +6,30 @@ Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Sequence
 
-from cupaged.batch import StepInputs, build_batch
 from cupaged.beams import advance
 from cupaged.cache import PagedKVCache
 from cupaged.choosing import Outcome, choose
-from cupaged.device.base import Capture, Device
-from cupaged.errors import BlockError, RequestError, StepError, shown
+from cupaged.device.base import Device
+from cupaged.errors import BlockError, StepError
+from cupaged.forward import ForwardPasses
 from cupaged.interrupts import uninterrupted
-from cupaged.kernels.interface import Array, KVView
+from cupaged.kernels.interface import Array
 from cupaged.logprobs import best_logprobs, log_softmax
 from cupaged.memory import BlockManager, CopyBlock, PlanItem, frame_of, group_stats
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
-from cupaged.model.detokenizer import Detokenizer
 from cupaged.outputs import FinishReason, StreamPiece
-from cupaged.request import Request, RequestState, make_request
+from cupaged.registry import MakeDetokenizer, Registry, for_one
+from cupaged.request import Request, RequestState
 from cupaged.request import Sequence as TokenSequence
 from cupaged.request_checks import RequestChecks
 from cupaged.residency import Speeds
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import PROMPT_ROWS, Chunk, Scheduler, StepPlan
+from cupaged.scheduler import Chunk, Scheduler, StepPlan
 from cupaged.stats import EngineStats
 from cupaged.swap import SwapEngine
-
-MakeDetokenizer = Callable[[bool], Detokenizer]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """A decode step ready to be replayed, where it leaves its logits, and the K/V arrays that it works on."""
-
-    step: Capture
-    logits: Array
-    views: list[KVView]
 
 
 class Engine:
@@ -67,21 +54,16 @@ class Engine:
         self.scheduler.room.block_bytes = [cache.bytes_per_block for cache in self.caches]
         self.scheduler.room.speeds = Speeds(unified=device.unified)
         self.swaps = SwapEngine(device, self.caches)
-        self._prefill_speed: float | None = None  # tokens a second
         self.eos_ids = eos_ids
         self.num_steps = 0
-        self._make_detokenizer = make_detokenizer
-        self._checks = RequestChecks(
-            config.vocab_size, max_model_len, max_sequences, manager, encode, make_detokenizer is not None
-        )
+        has_text = make_detokenizer is not None
+        checks = RequestChecks(config.vocab_size, max_model_len, max_sequences, manager, encode, has_text)
         self._peaks = [0] * len(manager.pools)
         self._peak_waste = [0] * len(manager.pools)
-        self._inputs = StepInputs(device, len(self.caches), max_tokens, max_sequences + PROMPT_ROWS)
-        self._captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
-        self._requests: dict[str, Request] = {}
+        self.passes = ForwardPasses(config, decoder, len(self.caches), manager, device, max_tokens, max_sequences)
+        self._registry = Registry(checks, eos_ids, make_detokenizer)
+        self._requests = self._registry.by_id
         self._pending: list[StreamPiece] = []
-        self._arrivals = count()
-        self._names: Iterator[str] = (f"request-{number}" for number in count())
 
     # -- requests
 
@@ -99,35 +81,57 @@ class Engine:
         RequestError (CapacityError for lengths), and nothing queued, if it cannot be served: empty, an id outside the
         vocabulary, too long, an id that is in use.
         """
-        ids = self.check_request(prompt_ids, params)
-        if request_id is None:
-            request_id = next(name for name in self._names if name not in self._requests)
-        elif request_id in self._requests:
-            raise RequestError(f"request id {shown(request_id)} is in use")
-        rank = (priority, next(self._arrivals))
-        room = self.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
-        request = make_request(
-            request_id,
-            prompt,
-            ids,
-            params,
-            room,
-            self.eos_ids,
-            rank,
-            self._make_detokenizer,
-            self._checks.bad_words(params),
-        )
-        self._requests[request_id] = request
-        if params.max_tokens == 0:
+        request = self._registry.new(prompt_ids, params, request_id, prompt, priority)
+        self._start(request)
+        return request.request_id
+
+    @uninterrupted
+    def fork(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] = (),
+        params: SamplingParams | None = None,
+        *,
+        index: int = 0,
+        length: int | None = None,
+        new_id: str | None = None,
+    ) -> str:
+        """Branch off a request: a new one that goes on from its tokens so far, sharing the blocks of their K/V.
+
+        The prompt of the new request are the tokens of the other one (prompt and output; of several outputs those of
+        `index`), or the first `length` of them, and then `token_ids`. It gives what `add_request` with that prompt
+        gives, and differs from it in nothing but the work: `usage.cached_tokens` of the prompt need not be computed.
+        So a fork may be taken at any time, and parent and child go on, end, are aborted, preempted and forgotten each
+        by itself. From a request that has ended, or at a `length` that cuts into what is computed, it is the prefix
+        cache that finds what is known; with prompt_logprobs the whole prompt is computed.
+
+        params: by default those of the other request, for one output. Returns the id of the new request. RequestError:
+        no such request or output, or what `add_request` refuses.
+        """
+        line, tokens = self._registry.line(request_id, index, length)
+        if params is None:
+            params = for_one(line.request.params)
+        request = self._registry.new([*tokens, *token_ids], params, new_id, None, line.request.rank[0])
+        computed = line.num_computed
+        shared = 0 < computed <= len(tokens) and computed < len(request.prompt_ids) and params.prompt_logprobs is None
+        if self._start(request) and shared:
+            self.scheduler.fork(line, request.sequences[0])
+            request.cached_tokens = computed
+            request.stem = len(request.prompt_ids) if len(request.sequences) > 1 else None
+        return request.request_id
+
+    def _start(self, request: Request) -> bool:
+        """Queue a new request. False: there is nothing to do for it, and it has ended."""
+        if request.params.max_tokens == 0:
             for sequence in request.sequences:
                 self._finish(sequence, "length", None, [])
-        else:
-            self.scheduler.add(request)
-        return request_id
+            return False
+        self.scheduler.add(request)
+        return True
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as plain ints, if this engine can serve it; RequestError otherwise, naming value and limit."""
-        return self._checks.check(prompt_ids, params)
+        return self._registry.checks.check(prompt_ids, params)
 
     @uninterrupted
     def abort(self, request_id: str, reason: str | None = None) -> bool:
@@ -246,7 +250,7 @@ class Engine:
             self.manager.complete(item.ticket)
         speed = self.swaps.speed
         self.scheduler.room.speeds = Speeds(
-            speed.get("to_host"), speed.get("to_device"), self._prefill_speed, self.device.unified
+            speed.get("to_host"), speed.get("to_device"), self.passes.prefill_speed, self.device.unified
         )
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -256,9 +260,7 @@ class Engine:
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = now
         try:
-            began = time.perf_counter()
             logits = self._forward(chunks)
-            self._measure(chunks, time.perf_counter() - began)
             outcomes = choose(chunks, logits, self.device.ops, self.num_steps)
         except Exception as error:
             requests = list(dict.fromkeys(chunk.sequence.request for chunk in chunks))
@@ -282,33 +284,9 @@ class Engine:
         for request, rows in beams.items():
             self._advance_beams(request, rows)
 
-    def _measure(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """How fast prompts are computed, from steps that are mostly that: what recomputing costs."""
-        tokens = sum(chunk.count for chunk in chunks)
-        if tokens >= max(64, 4 * len(chunks)):
-            speed = tokens / seconds
-            known = self._prefill_speed or speed
-            self._prefill_speed = known + (speed - known) / 4
-
     def _forward(self, chunks: Sequence[Chunk]) -> Array:
         """Logits [R, V] on the host, of the chunks that sample, in order."""
-        batch = build_batch(chunks, self.manager, self.caches, self.config, self.device, self._inputs)
-        views = [cache.view for cache in self.caches]
-        if self.decoder.prepare(batch.max_position):
-            self._captured.clear()
-        # A step of decoding alone differs from the last one of as many sequences in nothing but what its buffers hold
-        # and in its attention plans: it is captured once.
-        decoding = all(chunk.count == chunk.rows == 1 for chunk in chunks)
-        known = self._captured.get(len(chunks)) if decoding else None
-        if known is not None and all(a is b for a, b in zip(known.views, views, strict=True)):
-            known.step.replay(batch.plans)
-            return self.device.download(known.logits)
-        with self.device.capture(batch.plans) as step:
-            logits = self.decoder.forward(batch, views)
-        step.replay()
-        if decoding:
-            self._captured[len(chunks)] = CapturedStep(step, logits, views)
-        return self.device.download(logits)
+        return self.passes.run(chunks, self.caches)
 
     def _accept(self, chunk: Chunk, logits: Array, outcome: Outcome) -> None:
         """What a chunk brought: log-probabilities of its prompt tokens, next tokens, or the end of its request."""

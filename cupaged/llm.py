@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -293,7 +293,7 @@ class LLM:
             return None, list(prompt)
         tokenizer = self._model.tokenizer
         if tokenizer is None:
-            raise RequestError("prompt: this model folder has no tokenizer; give token ids instead of text")
+            raise RequestError("prompt: this model folder has no tokenizer; give token ids, not text")
         return prompt, tokenizer.encode(prompt)
 
     def _chat_ids(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
@@ -304,7 +304,9 @@ class LLM:
 
     def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> str:
         self._sweep()
-        request_id = self._model.engine.add_request(ids, params, prompt=text)
+        return self._watch(self._model.engine.add_request(ids, params, prompt=text))
+
+    def _watch(self, request_id: str) -> str:
         self._queues[request_id] = deque()
         return request_id
 
@@ -354,6 +356,9 @@ class PieceStream:
         self._llm = llm
         self._closed = False
         self._last: RequestOutput | None = None
+        request = llm._model.engine.request(request_id)
+        self._params, self._prompt_length = request.params, len(request.prompt_ids)
+        self._read: Counter[int] = Counter()  # tokens of each output that were read
         self._pieces = llm._pieces(request_id)
         self._reading = threading.Lock()  # several threads may read one stream: each piece goes to one of them
 
@@ -365,10 +370,39 @@ class PieceStream:
             raise StopIteration
         try:
             with self._reading:
-                return next(self._pieces)
+                piece = next(self._pieces)
+                self._read[piece.index] += len(piece.token_ids)
+                return piece
         except BaseException:
             self.close()
             raise
+
+    def fork(self, continuation: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> PieceStream:
+        """Branch off: another stream, whose prompt is this one's prompt, what was read of its output `index`, and
+        `continuation` (text, or token ids).
+
+        The K/V of what both have in common are shared while this stream's request runs. params: by default the same,
+        for one output. Both go on and end each by itself.
+        """
+        llm = self._llm
+        with llm._lock:
+            if isinstance(continuation, str):
+                tokenizer = llm._model.tokenizer
+                if tokenizer is None:
+                    raise RequestError("continuation: this model folder has no tokenizer; give token ids, not text")
+                more: Sequence[int] = tokenizer.encode(continuation, add_special_tokens=False)
+            else:
+                _, more = llm._encode(continuation)
+            if self._last is None:
+                length = self._prompt_length + self._read[index]
+                request_id = llm._model.engine.fork(self.request_id, more, params, index=index, length=length)
+                return PieceStream(llm, llm._watch(request_id))
+            if not 0 <= index < len(self._last.outputs):
+                raise RequestError(f"fork: output {index!r:.40} is not in 0..{len(self._last.outputs) - 1}")
+            from cupaged.registry import for_one
+
+            ids = [*self._last.prompt_token_ids, *self._last.outputs[index].token_ids[: self._read[index]], *more]
+            return PieceStream(llm, llm._submit(ids, params or for_one(self._params), None))
 
     def output(self) -> RequestOutput:
         """The result as it stands, `.error` set if the request failed; after the end or `close`, the last there was."""

@@ -45,7 +45,7 @@ def test_replayed_steps_have_the_bits_of_recorded_ones(folder: str, tmp_path: Pa
         replayed = run(llm.engine, jobs)
         assert len(replayed.outputs["long"].token_ids) == 620
     with tiny(model) as llm:
-        llm.engine._captured = Forgetful()
+        llm.engine.passes.captured = Forgetful()
         assert_same_bits(replayed, run(llm.engine, jobs))
 
 
@@ -64,4 +64,4 @@ def test_plans_of_another_number_of_tokens_are_refused() -> None:
         table = np.zeros((1, 1), np.int32)
         plan = engine.device.ops.plan_attention(cache, table, [0, 2], [5], engine.config.num_heads)
         with pytest.raises(KernelError, match="plans: not made for the number of tokens"):
-            engine._captured[1].step.replay([plan])
+            engine.passes.captured[1].step.replay([plan])

@@ -1,0 +1,72 @@
+"""Forward passes of an engine: chunks in, logits out; decode steps captured once and replayed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cupaged.batch import StepInputs, build_batch
+from cupaged.cache import PagedKVCache
+from cupaged.device.base import Capture, Device
+from cupaged.kernels.interface import Array, KVView
+from cupaged.memory import BlockManager
+from cupaged.model.config import ModelConfig
+from cupaged.model.decoder import Decoder
+from cupaged.scheduler import PROMPT_ROWS, Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A decode step ready to be replayed, where it leaves its logits, and the K/V arrays that it works on."""
+
+    step: Capture
+    logits: Array
+    views: list[KVView]
+
+
+class ForwardPasses:
+    """A decoder with the buffers of its steps. `prefill_speed`: tokens a second of steps that are mostly prompts."""
+
+    def __init__(
+        self, config: ModelConfig, decoder: Decoder, groups: int, manager: BlockManager, device: Device,
+        max_tokens: int, max_sequences: int,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.decoder = decoder
+        self.manager = manager
+        self.device = device
+        self.prefill_speed: float | None = None
+        self.captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
+        self._inputs = StepInputs(device, groups, max_tokens, max_sequences + PROMPT_ROWS)
+
+    def run(self, chunks: Sequence[Chunk], caches: Sequence[PagedKVCache]) -> Array:
+        """Logits [R, V] on the host, of the rows that the chunks want, in order."""
+        began = time.perf_counter()
+        batch = build_batch(chunks, self.manager, caches, self.config, self.device, self._inputs)
+        views = [cache.view for cache in caches]
+        if self.decoder.prepare(batch.max_position):
+            self.captured.clear()
+        # A step of decoding alone differs from the last one of as many sequences in nothing but what its buffers hold
+        # and in its attention plans: it is captured once.
+        decoding = all(chunk.count == chunk.rows == 1 for chunk in chunks)
+        known = self.captured.get(len(chunks)) if decoding else None
+        if known is not None and all(a is b for a, b in zip(known.views, views, strict=True)):
+            known.step.replay(batch.plans)
+            return self.device.download(known.logits)
+        with self.device.capture(batch.plans) as step:
+            logits = self.decoder.forward(batch, views)
+        step.replay()
+        if decoding:
+            self.captured[len(chunks)] = CapturedStep(step, logits, views)
+        result = self.device.download(logits)
+        self._measure(chunks, time.perf_counter() - began)
+        return result
+
+    def _measure(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """How fast prompts are computed, from steps that are mostly that: what recomputing costs."""
+        tokens = sum(chunk.count for chunk in chunks)
+        if tokens >= max(64, 4 * len(chunks)):
+            speed = tokens / seconds
+            known = self.prefill_speed or speed
+            self.prefill_speed = known + (speed - known) / 4
