@@ -58,6 +58,10 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             help="Memory of the host for KV blocks that the others have no room for.  [default: none]",
         ),
         click.option(
+            "--prefix-cache/--no-prefix-cache", default=True, show_default=True,
+            help="Keep K/V of earlier prompts and answers, while there is room, for prompts that begin the same.",
+        ),
+        click.option(
             "--max-model-len", type=loading("max_model_len", int), metavar="TOKENS",
             help="Longest prompt plus output.  [default: the model's]",
         ),
