@@ -27,6 +27,11 @@ MODES = {
     "asan": ["-O1", "-gdwarf-4", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
              "-fno-sanitize-recover=undefined"],
 }  # fmt: skip
+RUNTIME_FLAGS = {
+    "plain": ["-O2"],
+    "race": ["-O2", "-DCUDABENCH_CHECKED"],
+    "asan": ["-O1", "-fsanitize=address"],
+}
 RUNTIME = {
     "plain": ("scheduler.cpp", "warp.cpp"),
     "race": ("scheduler.cpp", "warp.cpp", "check.cpp", "traffic.cpp"),
@@ -67,7 +72,7 @@ def _own_sources() -> str:
 
 def _key(*parts: object) -> str:
     digest = hashlib.sha256()
-    for part in (*parts, compiler()[1], _own_sources(), COMMON, MODES, platform.node()):
+    for part in (*parts, compiler()[1], _own_sources(), COMMON, MODES, RUNTIME_FLAGS, platform.node()):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -89,7 +94,7 @@ def _runtime_objects(mode: str) -> list[str]:
         target = cache_folder() / f"{Path(name).stem}-{mode}-{_key('runtime')}.o"
         if not target.exists():
             made = target.with_suffix(f".{os.getpid()}.tmp")
-            flags = ["-O2" if flag == "-O1" else flag for flag in MODES[mode]]
+            flags = RUNTIME_FLAGS[mode]
             folders = [f"-I{HERE / 'include'}", f"-I{HERE / 'runtime'}"]
             _run([compiler()[0], *COMMON, *flags, *folders, "-c", str(HERE / "runtime" / name), "-o", str(made)], name)
             _install(made, target)
