@@ -66,9 +66,7 @@ def plain_variant(head_dim: int, dtype: str, block_size: int, rows: int, shared_
     for buffers in range(wanted, 1, -1):
         overlay = max(buffers * half, SLICES * rows * padded(head_dim) * 4)
         if overlay + fixed + static <= shared_limit:
-            return Variant(
-                "paged_attention.cu", "paged_attention", rows, 32 * SLICES, buffers, half, overlay + fixed
-            )
+            return Variant("paged_attention.cu", "paged_attention", rows, 32 * SLICES, buffers, half, overlay + fixed)
     raise KernelError(
         f"head_dim: {head_dim} of {dtype} needs {2 * half + fixed + static:,} bytes of shared memory, "
         f"this device gives a block {shared_limit:,}"

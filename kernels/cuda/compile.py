@@ -1,7 +1,7 @@
 """CUDA C to machine code by NVRTC, kept in the user's cache folder.
 
-CuPy's own RawModule would do, but it compiles with -ftz=true (denormals become zero), where ours are the same numbers on
-every implementation. NVRTC needs no GPU, so what is written here is tested without one.
+CuPy's own RawModule would do, but it compiles with -ftz=true (denormals become zero), where ours are the same numbers
+on every implementation. NVRTC needs no GPU, so what is written here is tested without one.
 """
 
 from __future__ import annotations

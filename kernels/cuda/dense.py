@@ -1,4 +1,4 @@
-"""Weights, norms, products, rotation and activations on a GPU: checks, grids, launches. The kernels say what they do."""
+"""Weights, norms, products, rotation and activations on a GPU: checks, grids, launches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Launching: what a backend gives, and arguments by name, each cast to the type that the kernel's signature has.
 
-CuPy passes a Python float as 8 bytes and has no null pointer; a kernel that takes a float or an optional array would read
-garbage. So every launch goes through `Launcher`, which reads the signature from the source.
+CuPy passes a Python float as 8 bytes and has no null pointer; a kernel that takes a float or an optional array would
+read garbage. So every launch goes through `Launcher`, which reads the signature from the source.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Launcher:
         threads: int,
         defines: Mapping[str, int],
         shared_bytes: int = 0,
+        /,
         **arguments: Any,
     ) -> None:
         """Queue a launch. `arguments` are the kernel's parameters: arrays, None for an absent one, Python numbers.

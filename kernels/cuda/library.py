@@ -1,7 +1,7 @@
 """The library face on a GPU: attention and K/V writes on CuPy arrays, and the backend that runs them.
 
-**No GPU has run this file yet.** What it calls of CuPy was read in CuPy's sources and documentation; everything above it
-(launch layer, planner, kernels) runs on the test bench.
+**No GPU has run this file yet.** What it calls of CuPy was read in CuPy's sources and documentation; everything above
+it (launch layer, planner, kernels) runs on the test bench.
 
     ops = cuda_operations()
     write_kv(ops, key, value, cache, layer, slots)
@@ -37,7 +37,9 @@ class CupyBackend:
         try:
             import cupy
         except ImportError as error:
-            raise DeviceError(f"device 'cuda': CuPy cannot be imported ({error}); pip install 'cupaged[gpu]'") from error
+            raise DeviceError(
+                f"device 'cuda': CuPy cannot be imported ({error}); pip install 'cupaged[gpu]'"
+            ) from error
         self._cupy = cupy
         try:
             self._device = cupy.cuda.Device(device)

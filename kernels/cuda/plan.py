@@ -1,8 +1,8 @@
 """The work list of an attention call on a GPU, made on the host by plain functions. The scheme is attention.cuh's.
 
-A work item is some query rows (tokens x heads of a KV head) by one part of the context. Which rows share an item changes
-no bit of the result, so the cut is free: it follows the kernel's row count, and sequences whose tables name the same
-blocks for a whole part share items there, so that a common prompt is read once for all of them.
+A work item is some query rows (tokens x heads of a KV head) by one part of the context. Which rows share an item
+changes no bit of the result, so the cut is free: it follows the kernel's row count, and sequences whose tables name the
+same blocks for a whole part share items there, so that a common prompt is read once for all of them.
 """
 
 from __future__ import annotations
@@ -74,15 +74,13 @@ def make_plan(
     order = np.lexsort((token, part, table))
     token, part, table = token[order], part[order], table[order]
 
-    items, rows = _cut(token, part, table, positions, group, rows_per_item, reach)
+    items = _cut(token, part, table, positions, group, rows_per_item, reach)
     narrow = [x.astype(np.int32) for x in (token, positions, state_starts, state_counts)]
     merges = np.flatnonzero(state_counts != 1).astype(np.int32)
     return WorkPlan(num_tokens, items, narrow[0], narrow[1], narrow[2], narrow[3], merges, int(kept.sum()), reach)
 
 
-def _readers(
-    tables: Array, sequence: Array, part: Array, context_lens: Array, block_size: int, reach: int
-) -> Array:
+def _readers(tables: Array, sequence: Array, part: Array, context_lens: Array, block_size: int, reach: int) -> Array:
     """Whose table an entry reads: the first sequence with the same blocks for this whole part, else its own.
 
     Sequences share a part only where all of it lies in both contexts. With a window the entries before it may differ
@@ -111,10 +109,10 @@ def _readers(
 
 def _cut(
     token: Array, part: Array, table: Array, positions: Array, group: int, rows_per_item: int, reach: int
-) -> tuple[Array, Array]:
+) -> Array:
     """Items over the ordered entries: runs of one (table, part), cut into at most rows_per_item rows."""
     if not len(token):
-        return np.zeros((0, len(ITEM_FIELDS)), np.int32), token
+        return np.zeros((0, len(ITEM_FIELDS)), np.int32)
     edge = np.flatnonzero(np.r_[True, (np.diff(table) != 0) | (np.diff(part) != 0)])
     length = np.diff(np.r_[edge, len(token)]) * group  # rows of each run
     pieces = -(-length // rows_per_item)
@@ -134,4 +132,4 @@ def _cut(
     items = np.zeros((len(run), len(ITEM_FIELDS)), np.int32)
     for column, values in enumerate((first_row, num_rows, table[edge][run], part[edge][run], low, high)):
         items[:, column] = values
-    return items, token
+    return items

@@ -1,4 +1,4 @@
-"""The CUDA C sources as data: their text with headers, the kernels in them and what each takes, how NVRTC compiles them.
+"""The CUDA C sources as data: their text and headers, the kernels in them and what each takes, how NVRTC takes them.
 
 Nothing here needs a GPU, a compiler or CuPy, so that the test bench reads sources the way the launch layer does.
 """
@@ -16,8 +16,8 @@ from cupaged.errors import KernelError
 
 FOLDER = Path(__file__).resolve().parent
 
-# C++17 for `if constexpr`; no fused multiply-adds but those written as fmaf, so that variants of a kernel agree in every
-# bit; no fast math, which would break infinities and NaN.
+# No fused multiply-adds but those written as fmaf, so that variants of a kernel agree in every bit; no fast math, which
+# would break infinities and NaN.
 NVRTC_OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
 # C types of kernel parameters -> NumPy's names for them. Pointers are 8 bytes; of their targets the launch layer checks

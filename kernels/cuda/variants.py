@@ -1,7 +1,7 @@
 """The compiled forms of the kernels that models ask for, as data: what is compiled ahead, tabled and checked.
 
-`builds(architecture, shared_limit)` is what the launch layer would choose for usual models on such a device, so that the
-resource table of docs/kernels.md and the bench's compile checks speak of the kernels as they are launched.
+`builds(architecture, shared_limit)` is what the launch layer would choose for usual models on such a device, so that
+docs/cuda-resources.md and the bench's compile checks speak of the kernels as they are launched.
 """
 
 from __future__ import annotations

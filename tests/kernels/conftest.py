@@ -1,7 +1,7 @@
 """The implementations that the conformance suite is run on.
 
-"cuda" and "cuda-tensor" are the CUDA C kernels on the test bench's emulator: as the launch layer chooses for the case, and
-with tensor cores for any number of heads.
+"cuda" and "cuda-tensor" are the CUDA C kernels on the test bench's emulator: as the launch layer chooses for the case,
+and with tensor cores for any number of heads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tensor cores are for attention with 16-bit K and V; and what the emulator takes long for is run with `-m slow`."""
+    """Tensor cores are for attention with 16-bit K and V. What the emulator takes long for is left to `-m slow`."""
     kept = []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}

@@ -1,6 +1,6 @@
-"""The CUDA C kernels as a third implementation for the conformance suite: the launch layer over the test bench's emulator.
+"""The CUDA C kernels as an implementation for the conformance suite: the launch layer over the bench's emulator.
 
-`EmulatedBackend` is what CuPy is on a GPU: NumPy arrays for device memory, and kernels that `cudabench` compiled with g++.
+`EmulatedBackend` is what CuPy is on a GPU: NumPy arrays for device memory, and kernels that `cudabench` compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA C attention beyond what all kernels share: work lists, shared prompts, thread orders, the two kernels compared."""
+"""CUDA C attention beyond what all kernels share: work lists, shared prompts, thread orders, the kernels compared."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,9 @@ def test_arrays_that_a_kernel_would_read_wrongly_are_refused(ops: Any) -> None:
     from cupaged.kernels.reference import ReferenceOperations
 
     with pytest.raises(KernelError, match="ReferenceMatrix"):
-        ops.matmul(x, ReferenceOperations().matrix(ArraySource(np.ones((3, 8))), "float32"), np.empty((4, 3), np.float32))
+        ops.matmul(
+            x, ReferenceOperations().matrix(ArraySource(np.ones((3, 8))), "float32"), np.empty((4, 3), np.float32)
+        )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -240,19 +243,17 @@ def test_the_library_face_plans_and_runs_alone(ops: Any) -> None:
     for slots, message in (([10**6, 0], "slots: 1000000 is not below"), ([3, 3], "slots: a slot is named twice")):
         with pytest.raises(KernelError, match=message):
             library.write_kv(ops, key, value, view, 1, slots)
-    for options, message in (({"query_lens": [1]}, "query_lens"), ({"soft_cap": 0.0}, "soft_cap"), ({"window": 0}, "window")):
-        with pytest.raises(KernelError, match=message):
+    for options in ({"query_lens": [1]}, {"soft_cap": 0.0}, {"window": 0}):
+        with pytest.raises(KernelError, match=next(iter(options))):
             library.paged_attention(ops, query, view, 1, setup.tables, [600, 17], **options)
 
 
 def test_without_a_gpu_the_library_says_what_is_missing() -> None:
-    try:
+    with contextlib.suppress(Exception):  # no CuPy, or no driver: what is tested
         import cupy
 
         if cupy.cuda.runtime.getDeviceCount():
             pytest.skip("this machine has a GPU")
-    except Exception:  # noqa: S110  no CuPy, or no driver: what is tested
-        pass
     with pytest.raises(DeviceError, match="device 'cuda'"):
         library.cuda_operations()
 
