@@ -120,10 +120,16 @@ def test_a_planted_fault_is_named_with_its_line(name: str, fault: str | None, ru
         run(kernel, order=order, check="race")
 
 
-@pytest.mark.parametrize("fault", ["NO_BARRIER_BEFORE_READ", "NO_BARRIER_BEFORE_WRITE"])
-def test_a_missing_barrier_shows_in_the_numbers_of_the_fast_mode_too(fault: str) -> None:
-    wrong = [order for order in ORDERS if not np.allclose(*run_tiles(kernel_of("tiles", fault), order=order))]
-    assert wrong
+@pytest.mark.parametrize(
+    ("name", "fault", "run"),
+    [
+        ("tiles", "NO_BARRIER_BEFORE_READ", run_tiles),
+        ("tiles", "NO_BARRIER_BEFORE_WRITE", run_tiles),
+        ("neighbours", "NO_WARP_SYNC", run_neighbours),
+    ],
+)
+def test_a_missing_barrier_shows_in_the_numbers_of_the_fast_mode_too(name: str, fault: str, run: Run) -> None:
+    assert [order for order in ORDERS if not np.allclose(*run(kernel_of(name, fault), order=order))]
 
 
 def test_swapped_operands_of_mma_show_in_the_numbers() -> None:
