@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from fake_llm import FakeLLM
 
+from cupaged.cli.statistics import Statistics
+from cupaged.memory import GroupStats, PoolStats
+from cupaged.stats import EngineStats
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -142,15 +146,27 @@ def test_stats_are_three_lines_on_stderr(run: Run) -> None:
     assert memory == "cupaged: KV blocks: at most 4 of 10 in use, 3 forks, 2 copied on write, 1 preemptions"
 
 
+def test_stats_tell_of_a_host_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    pools = [PoolStats(total=total, free=total, cached=0, used=0, shared=0, draining=0) for total in (8, 20)]
+    group = GroupStats(pools[0], 16, 0, pools[1])
+    counts = {"swapped_out": 7, "swapped_in": 5, "read_in_place": 90, "preemptions_by_swap": 2}
+    stats = EngineStats((group,), (8,), 0, 0, 0, 9, 0, 0, 3, preemptions_by_recompute=1, **counts)
+    Statistics().print(stats, {"float16": 1 << 20})
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "cupaged: host pool of 20 blocks: 7 swapped out, 5 in, 90 read in place; preemptions: 2 by swap, 1 by recompute"
+    )
+
+
 def test_options_reach_the_model(run: Run) -> None:
     _, out, _ = run(
         "info", "-w", "fake", "--json", "--device", "gpu", "--dtype", "float32", "--kv-dtype", "bfloat16",
-        "--block-size", "8", "--kv-memory", "64MiB", "--max-model-len", "99", "--threads", "2",
+        "--block-size", "8", "--kv-memory", "64MiB", "--max-model-len", "99", "--threads", "2", "--swap-memory", "1GiB",
     )  # fmt: skip
     facts = json.loads(out)
     assert facts["device"] == "cuda"  # gpu is another name for it
     assert (facts["dtype"], facts["kv_dtype"], facts["block_size"]) == ("float32", "bfloat16", 8)
     assert (facts["kv_memory"], facts["max_model_len"], facts["threads"]) == ("64MiB", 99, 2)
+    assert facts["swap_memory"] == "1GiB"
 
 
 def test_sampling_options_reach_the_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,10 @@ BLOCK = 2 * 32 * 16 * 8 * 128 * 2  # bytes: K and V, layers, tokens, KV heads, h
 
 
 def plan(
-    kv_memory: Any = None, max_model_len: Any = None, available: int = 64 * GIB, dtype: Any = "float16", size: int = 16
-) -> MemoryPlan:
-    return plan_memory(CONFIG, dtype, size, kv_memory, max_model_len, available, 15 * GIB)
+    kv_memory: Any = None, max_model_len: Any = None, available: int = 64 * GIB, dtype: Any = "float16", size: int = 16,
+    **swap: Any,
+) -> MemoryPlan:  # fmt: skip
+    return plan_memory(CONFIG, dtype, size, kv_memory, max_model_len, available, 15 * GIB, **swap)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,29 @@ def test_a_pool_never_has_more_blocks_than_a_reference_can_name() -> None:
     assert plan(kv_memory=(MAX_FRAMES + 10) * BLOCK, available=1 << 60).num_blocks == MAX_FRAMES
 
 
+def test_swap_memory_is_a_second_pool_and_makes_room_for_longer_sequences() -> None:
+    both = plan(kv_memory=5 * BLOCK, swap_memory=7 * BLOCK + 1)
+    assert (both.num_blocks, both.host_blocks, both.max_model_len) == (5, 7, 12 * 16)
+    assert (both.nbytes, both.host_bytes, both.num_tokens) == (5 * BLOCK, 7 * BLOCK, 5 * 16)
+    assert plan(kv_memory=5 * BLOCK).host_blocks == 0  # none unless asked for
+    assert plan(kv_memory=5 * BLOCK, swap_memory=7 * BLOCK, max_model_len=12 * 16).max_model_len == 12 * 16
+    with pytest.raises(CapacityError, match=r"193 positions need 13 KV blocks .* bytes hold 5, the host pool 7"):
+        plan(kv_memory=5 * BLOCK, swap_memory=7 * BLOCK, max_model_len=12 * 16 + 1)
+
+
+def test_swap_memory_comes_from_what_the_blocks_leave_where_memory_is_one() -> None:
+    assert plan(kv_memory=5 * BLOCK, swap_memory="50%", available=25 * BLOCK).host_blocks == 10
+    apart = plan(kv_memory=5 * BLOCK, swap_memory="50%", available=25 * BLOCK, host_available=100 * BLOCK)
+    assert apart.host_blocks == 50
+
+
+@pytest.mark.parametrize("swap_memory", [BLOCK - 1, "1KiB", 6 * BLOCK, "0%"])
+def test_swap_memory_that_cannot_be_had_is_refused_with_its_numbers(swap_memory: Any) -> None:
+    with pytest.raises(OptionError, match=r"^swap_memory: ") as caught:
+        plan(kv_memory=5 * BLOCK, swap_memory=swap_memory, available=10 * BLOCK)
+    assert swap_memory == "0%" or f"one KV block takes {BLOCK:,}, {5 * BLOCK:,} are available" in str(caught.value)
+
+
 @pytest.mark.parametrize("available", [0, -5 * GIB, BLOCK - 1])
 @pytest.mark.parametrize("kv_memory", [None, "25%", "64MiB", 12])
 def test_R05_no_room_names_free_weights_and_block_bytes(available: int, kv_memory: Any) -> None:
@@ -134,6 +158,7 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
     *(("max_batch_tokens", value) for value in (0, -1, 2**16 + 1, 1.0, "5")),
     *(("max_sequences", value) for value in (0, -1, 4097, 1.0, "5")),
     *(("kv_memory", value) for value in (0, -1, "lots", 1.5, True, "101%")),
+    *(("swap_memory", value) for value in (0, -1, "lots", 1.5, True, "101%")),
     ("threads", 10**5000),
 ]
 
@@ -164,11 +189,14 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_options_arrive_where_they_belong() -> None:
     options: dict[str, Any] = {"block_size": 8, "max_model_len": 100, "threads": 2, "max_batch_tokens": 9}
-    with tiny(**options, kv_dtype="bfloat16", kv_memory="1MiB", max_sequences=5) as llm:
+    with tiny(**options, kv_dtype="bfloat16", kv_memory="1MiB", max_sequences=5, swap_memory="2MiB") as llm:
         engine = llm.engine
         assert isinstance(engine.device, CpuDevice)
         assert engine.device.threads == 2
         assert (engine.caches[0].block_size, engine.caches[0].dtype) == (8, "bfloat16")
         assert engine.caches[0].nbytes <= 1 << 20 < engine.caches[0].nbytes + engine.caches[0].bytes_per_block
+        host = engine.caches[0].host_array
+        assert host is not None and host.nbytes <= 2 << 20 < host.nbytes + engine.caches[0].bytes_per_block
+        assert llm.info()["kv_cache"]["host_blocks"] == engine.caches[0].host_blocks
         assert engine.max_model_len == 100
         assert (engine.scheduler.max_tokens, engine.scheduler.max_sequences) == (9, 5)

@@ -4,6 +4,7 @@ eighth of what the requests want. And the cases of it that broke other systems, 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,9 @@ from engine_support import VOCAB, block_bytes, poison, scatter, tiny, use_layout
 from recording import Job, Run, run
 
 from cupaged import LLM, SamplingParams
+from cupaged.device import host_stream
 from cupaged.engine import Engine
+from cupaged.memory import BlockManager
 from cupaged.residency import Parked, Speeds, Victim, Way, way_back, way_out
 from cupaged.stats import EngineStats
 
@@ -183,3 +186,28 @@ def test_a_layer_major_cache_swaps_too() -> None:
     jobs, whole, want = unpressured("llama", 1)
     some = dict(list(jobs.items())[:20])
     pressed("by swap", 16, want, some, whole, lambda **o: tiny("llama", **OPTIONS, **o), "layer_major")
+
+
+def lost_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(host_stream, "copy_array", lambda source, destination: None)
+
+
+def tickets_reported_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Frames are handed out while their contents are still being copied."""
+    copy = host_stream.copy_array
+    patch.setattr(host_stream, "copy_array", lambda source, target: (time.sleep(0.002), copy(source, target)))
+    patch.setattr(host_stream.HostTransfer, "done", lambda self: True)
+
+
+def chunks_of_unsettled_sequences(patch: pytest.MonkeyPatch) -> None:
+    copy = host_stream.copy_array
+    patch.setattr(host_stream, "copy_array", lambda source, target: (time.sleep(0.05), copy(source, target)))
+    patch.setattr(BlockManager, "settled", lambda self, tables: True)
+
+
+@pytest.mark.parametrize("fault", [lost_copies, tickets_reported_too_early, chunks_of_unsettled_sequences])
+def test_planted_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, whole, want = unpressured("llama", 1)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        pressed("in place", 8, want, jobs, whole, lambda **o: tiny("llama", **OPTIONS, **o))
