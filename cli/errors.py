@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import traceback
 from collections.abc import Iterable
@@ -47,6 +46,8 @@ def show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing if no known name is near."""
+    import difflib
+
     matches = difflib.get_close_matches(name, sorted(known), n=2)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 

@@ -31,12 +31,12 @@ def resolve_weights(spec: str, progress: Progress | None = None, *, tokenizer_on
     are if the tokenizer does not lie in them. Raises ModelFileError for a path that is no model, DownloadError for what
     cannot be had, OptionError for a malformed package name.
     """
-    # Not at the top: `info` needs the cache folder alone.
-    from cupaged.model.hub_source import from_hub, hub_name
-
     tell = progress or _silent
     if spec.startswith("pypi:"):
         return from_package(spec, tell)
+    # Not at the top: `info` needs the cache folder alone, a package no Hub.
+    from cupaged.model.hub_source import from_hub, hub_name
+
     path = Path(os.path.expanduser(spec))
     reason = absence(path) if spec else NOT_THERE
     remote = hub_name(spec)

