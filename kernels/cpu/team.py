@@ -2,11 +2,13 @@
 
 A record is 32 int64: address of the kernel, number of chunks, 30 arguments. Chunks of an operation are taken from an
 atomic counter, so that a thread that the system has taken off its core delays only the chunk it holds; which thread
-runs a chunk changes no bit. A barrier ends every operation. Waiting spins for a while (an operation of a decode step
-takes microseconds), then sleeps in a futex, so that idle threads cost nothing between steps.
+runs a chunk changes no bit. A barrier ends every operation of several chunks; the last thread to reach it runs the
+operations of one chunk that follow (in a decode step two of three: norms, rotation, K/V writes) before the others go
+on, which saves a barrier each. Waiting spins for a while (an operation of a decode step takes microseconds), then
+sleeps in a futex, so that idle threads cost nothing between steps.
 
 Control block, int64 words on 64-byte lines: 0 arrived, 1 generation, 2 sleepers, 3 records address, 4 record count,
-5 stop, 6 spins, 7 threads, 8 next chunk (even records), 9 next chunk (odd records).
+5 stop, 6 spins, 7 threads, 8 and 9 next chunk, in turn.
 """
 
 from __future__ import annotations
@@ -72,13 +74,25 @@ def call_kernel(e: Emitter, record: Any, chunk: Any, thread: Any) -> None:
     b.call(b.inttoptr(address, kind.as_pointer()), [result, error, record, chunk, thread])
 
 
-@njit(types.void(types.int64), **OPTIONS)
-def _barrier(control):  # type: ignore[no-untyped-def]
+@njit(types.int64(types.int64, types.int64, types.int64), **OPTIONS)
+def _run_small(control, first, thread):  # type: ignore[no-untyped-def]
+    """Run the records from `first` on that have one chunk each, in this thread; returns the next with several."""
+    records, count = load64(control + 3 * LINE), load64(control + 4 * LINE)
+    i = first
+    while i < count and load64(records + RECORD * i + 8) == 1:
+        call_kernel(records + RECORD * i, 0, thread)
+        i += 1
+    return i
+
+
+@njit(types.void(types.int64, types.int64, types.int64), **OPTIONS)
+def _barrier(control, following, thread):  # type: ignore[no-untyped-def]
+    """Wait for all threads. The last to come runs the small records from `following` on (-1: none) before all go on."""
     threads = load64(control + 7 * LINE)
-    if threads == 1:
-        return
     generation = peek(control + LINE)
     if fetch_add(control, 1) == threads - 1:
+        if following >= 0:
+            _run_small(control, following, thread)
         poke(control, 0)
         fetch_add(control + LINE, 1)
         if peek(control + 2 * LINE) > 0:
@@ -96,27 +110,45 @@ def _barrier(control):  # type: ignore[no-untyped-def]
             fetch_add(control + 2 * LINE, -1)
 
 
+@njit(types.int64(types.int64, types.int64, types.int64), **OPTIONS)
+def _next_large(records, count, first):  # type: ignore[no-untyped-def]
+    """The next record from `first` on with several chunks."""
+    i = first
+    while i < count and load64(records + RECORD * i + 8) == 1:
+        i += 1
+    return i
+
+
 @njit(types.void(types.int64, types.int64), **OPTIONS)
 def _execute(control, thread):  # type: ignore[no-untyped-def]
-    records = load64(control + 3 * LINE)
-    for i in range(load64(control + 4 * LINE)):
+    """A thread's part of the list. Leading small records were run before; others run at the barrier before them.
+
+    Behind the last barrier the list is not looked at any more: its owner may be changing it by then.
+    """
+    records, count = load64(control + 3 * LINE), load64(control + 4 * LINE)
+    turn = 0
+    i = _next_large(records, count, 0)
+    while i < count:
         record = records + RECORD * i
         chunks = load64(record + 8)
-        counter = control + (8 + i % 2) * LINE
+        counter = control + (8 + turn) * LINE
+        turn = 1 - turn
         chunk = fetch_add(counter, 1)
         while chunk < chunks:
             call_kernel(record, chunk, thread)
             chunk = fetch_add(counter, 1)
         if thread == 0:  # the other counter was last used before the previous barrier: nobody reads it now
-            poke(control + (8 + (i + 1) % 2) * LINE, 0)
-        _barrier(control)
+            poke(control + (8 + turn) * LINE, 0)
+        following = i + 1
+        i = _next_large(records, count, following)
+        _barrier(control, following, thread)
 
 
 @njit(types.void(types.int64, types.int64, types.int64), **OPTIONS)
 def team_worker(control, thread, _unused):  # type: ignore[no-untyped-def]
     """Life of a helper thread: wait for a list, run it, again; returns when told to stop."""
     while True:
-        _barrier(control)
+        _barrier(control, -1, thread)
         if peek(control + 5 * LINE) != 0:
             return
         _execute(control, thread)
@@ -125,9 +157,18 @@ def team_worker(control, thread, _unused):  # type: ignore[no-untyped-def]
 @njit(types.void(types.int64, types.int64, types.int64), **OPTIONS)
 def team_submit(control, _a, _b):  # type: ignore[no-untyped-def]
     """Run the list in the control block with the whole team; returns when it is done."""
+    if load64(control + 7 * LINE) == 1:
+        records = load64(control + 3 * LINE)
+        for i in range(load64(control + 4 * LINE)):
+            record = records + RECORD * i
+            for chunk in range(load64(record + 8)):
+                call_kernel(record, chunk, 0)
+        return
+    if _run_small(control, 0, 0) == load64(control + 4 * LINE) and peek(control + 5 * LINE) == 0:
+        return  # nothing for several threads: the others sleep on
     poke(control + 8 * LINE, 0)
     poke(control + 9 * LINE, 0)
-    _barrier(control)
+    _barrier(control, -1, 0)
     _execute(control, 0)
 
 
