@@ -62,6 +62,10 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             help="Keep K/V of earlier prompts and answers, while there is room, for prompts that begin the same.",
         ),
         click.option(
+            "--tokenizer/--no-tokenizer", default=True, show_default=True,
+            help="Without it prompts and results are token ids, and a start is quicker.",
+        ),
+        click.option(
             "--max-model-len", type=loading("max_model_len", int), metavar="TOKENS",
             help="Longest prompt plus output.  [default: the model's]",
         ),

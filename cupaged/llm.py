@@ -40,7 +40,8 @@ class LLM:
     prefix_cache: complete blocks stay findable by their tokens until room is needed, so that a prompt that begins as an
     earlier one (or its answer) is computed from there on only.
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
-    progress: called with `ProgressEvent`s while loading.
+    tokenizer: False leaves it unread, for programs with token ids of their own. progress: called with `ProgressEvent`s
+    while loading.
 
     May be used from several threads: a lock serialises steps, and requests of all threads share them. After `os.fork()`
     the child may go on with it too, on threads of its own. `close()` (or a with block) gives memory and threads back.
@@ -62,13 +63,14 @@ class LLM:
         swap_memory: int | str | None = None,
         quantize: str | None = None,
         prefix_cache: bool = True,
+        tokenizer: bool = True,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
-            swap_memory, quantize, prefix_cache,
+            swap_memory, quantize, prefix_cache, tokenizer,
         )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}

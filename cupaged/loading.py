@@ -58,6 +58,7 @@ class LoadOptions:
     swap_memory: int | str | None = None
     quantize: str | None = None
     prefix_cache: bool = True
+    tokenizer: bool = True
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -84,8 +85,9 @@ class LoadOptions:
                 raise OptionError(f"quantize: {shown(self.quantize)} is not one of {', '.join(QUANTISATIONS)}")
             if self.dtype != "auto":
                 raise OptionError(f"quantize: {self.quantize} and dtype {self.dtype} exclude each other")
-        if not isinstance(self.prefix_cache, bool):
-            raise OptionError(f"prefix_cache: {shown(self.prefix_cache)} is not True or False")
+        for name in ("prefix_cache", "tokenizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}: {shown(getattr(self, name))} is not True or False")
         for name in ("kv_memory", "swap_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name), 1 << 62)
@@ -140,7 +142,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     kept = kept_bytes(tensors, dtype)
     kv_dtype: Any = _kv_dtype(dtype) if options.kv_dtype == "auto" else options.kv_dtype
     # Its part of a start is Python's alone, while weights are packed by native code.
-    reading = Background(partial(load_tokenizer, path, checkpoint.kind, metadata))
+    reading = Background(partial(load_tokenizer, path, checkpoint.kind, metadata)) if options.tokenizer else None
 
     device = make_device(options.device, options.threads, report("kernels", "kernels"))
     try:
@@ -165,7 +167,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         row = blocks_for(memory.max_model_len, memory.block_size)
         spec = GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks)
         manager = BlockManager([spec for _ in config.kv_groups], memory.host_blocks > 0, options.prefix_cache)
-        tokenizer = reading.result()
+        tokenizer = None if reading is None else reading.result()
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         engine = Engine(
             config, decoder, caches, manager, device,

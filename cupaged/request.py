@@ -15,7 +15,7 @@ stem of a new request is its prompt; of one that lost its blocks it is the token
 from __future__ import annotations
 
 import copy
-import secrets
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -243,7 +243,7 @@ def make_request(
 ) -> Request:
     """A waiting request with its sequences. Without a seed it gets a fresh one of 63 bits."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    seed = int.from_bytes(os.urandom(8)) >> 1 if params.seed is None else params.seed
     request = Request(request_id, prompt, prompt_ids, params, max_total, stop_ids, rank, seed, bad_words)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs.append(None)  # nothing comes before the first token
