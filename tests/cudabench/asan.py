@@ -74,7 +74,7 @@ def _summary(report: str) -> str:
         return f"{undefined[1]}: {undefined[2]}"
     address = re.search(r"AddressSanitizer: (.*?) (?:on|at pc|\()", report)
     access = re.search(r"^((?:READ|WRITE) of size \d+)", report, re.M)
-    frame = re.search(r"#\d+ 0x\w+ in (.*\.cuh?:\d+)", report)
+    frame = re.search(r"#\d+ 0x\w+ in \S+ (\S*\.cuh?:\d+)", report)
     variable = re.search(r"is located (.*)$", report, re.M)
     parts = [match[1] for match in (frame, address, access, variable) if match is not None]
     return ": ".join(parts) if address is not None else f"the child ended without an answer: {report[-2000:]}"

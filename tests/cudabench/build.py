@@ -72,7 +72,7 @@ def _own_sources() -> str:
 
 def _key(*parts: object) -> str:
     digest = hashlib.sha256()
-    for part in (*parts, compiler()[1], _own_sources(), COMMON, MODES, RUNTIME_FLAGS, platform.node()):
+    for part in (*parts, compiler()[1], _own_sources(), COMMON, MODES, RUNTIME_FLAGS):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -112,11 +112,12 @@ def build(source: Path, defines: tuple[str, ...], folders: tuple[Path, ...], mod
     with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
         cpp, obj, made = (Path(scratch) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
         cpp.write_text(code)
+        here = f"-fdebug-prefix-map={Path.cwd()}=."
         flags = MODES[mode] + (
             ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"] if mode == "race" else []
         )
         _run(
-            [compiler()[0], *COMMON, *flags, *defines, f"-I{HERE / 'include'}", "-c", str(cpp), "-o", str(obj)],
+            [compiler()[0], *COMMON, *flags, *defines, here, f"-I{HERE / 'include'}", "-c", str(cpp), "-o", str(obj)],
             str(source),
         )
         link = [flag for flag in flags if mode == "asan" and flag.startswith("-fsanitize")]

@@ -72,7 +72,7 @@ class Library:
         own = str(Path(__file__).resolve().parent / "include")
         found: dict[int, str] = {}
         for part in re.split(r"^0x", done.stdout, flags=re.M)[1:]:
-            address, *frames = [re.sub(r" \(discriminator.*", "", line) for line in part.splitlines()]
+            address, *frames = [re.sub(r"^\./| \(discriminator.*", "", line) for line in part.splitlines()]
             place = next((frame for frame in frames if not frame.startswith((own, "/usr", "?"))), frames[0])
             found[int(address, 16) + 1] = place
         return found

@@ -36,7 +36,8 @@ def with_includes(path: Path, folders: tuple[Path, ...], seen: set[Path] | None 
     """The file with its `#include "..."` in place, each file once. Those in <> are the bench's own, left to g++."""
     seen = set() if seen is None else seen
     seen.add(path.resolve())
-    out = [f'#line 1 "{path}"']
+    name = _told(path)
+    out = [f'#line 1 "{name}"']
     for number, line in enumerate(without_comments(path.read_text(encoding="utf-8")).splitlines(), start=1):
         if re.match(r"\s*#\s*pragma\s+once", line):
             out.append("")
@@ -51,8 +52,14 @@ def with_includes(path: Path, folders: tuple[Path, ...], seen: set[Path] | None 
             raise BenchError(f"{path}:{number}: {match[1]} not found")
         if found.resolve() not in seen:
             out.append(with_includes(found, folders, seen))
-        out.append(f'#line {number + 1} "{path}"')
+        out.append(f'#line {number + 1} "{name}"')
     return "\n".join(out) + "\n"
+
+
+def _told(path: Path) -> str:
+    """The name by which faults tell a file, the same wherever the checkout lies: part of what builds are cached by."""
+    root = INCLUDE.parents[2]
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
 def closing(text: str, start: int, where: str) -> int:
