@@ -73,7 +73,7 @@ def test_a_missing_cp_async_wait(mutate: Any, group: int) -> None:
 
 
 def test_a_misaligned_vector_load(mutate: Any) -> None:
-    mutate("attention.cuh", "#define ROW_BYTES (ROW_CHUNKS * 16)", "#define ROW_BYTES (ROW_CHUNKS * 16 + 8)")
+    mutate("paged_attention.cu", "unsigned char *ring = shared;", "unsigned char *ring = shared + 8;")
     with pytest.raises(KernelFault, match="misaligned"):
         decode(1, "race")
 
