@@ -65,14 +65,13 @@ def compiler() -> tuple[str, str]:
 
 
 @functools.cache
-def _own_sources() -> str:
-    files = sorted([*(HERE / "include").iterdir(), *(HERE / "runtime").iterdir()])
-    return "".join(file.name + file.read_text() for file in files)
+def _sources_of(folder: str) -> str:
+    return "".join(file.name + file.read_text() for file in sorted((HERE / folder).iterdir()))
 
 
 def _key(*parts: object) -> str:
     digest = hashlib.sha256()
-    for part in (*parts, compiler()[1], _own_sources(), COMMON, MODES, RUNTIME_FLAGS):
+    for part in (*parts, compiler()[1], _sources_of("include"), COMMON, MODES, RUNTIME_FLAGS):
         digest.update(repr(part).encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -84,20 +83,16 @@ def _run(command: list[str], what: str) -> None:
         raise BenchError(f"{what}: g++ says\n" + "\n".join(errors[:20] or done.stderr.splitlines()[-20:]))
 
 
-def _install(made: Path, target: Path) -> None:
-    os.replace(made, target)
-
-
 def _runtime_objects(mode: str) -> list[str]:
     objects = []
     for name in RUNTIME[mode]:
-        target = cache_folder() / f"{Path(name).stem}-{mode}-{_key('runtime')}.o"
+        target = cache_folder() / f"{Path(name).stem}-{mode}-{_key(_sources_of('runtime'))}.o"
         if not target.exists():
             made = target.with_suffix(f".{os.getpid()}.tmp")
             flags = RUNTIME_FLAGS[mode]
             folders = [f"-I{HERE / 'include'}", f"-I{HERE / 'runtime'}"]
             _run([compiler()[0], *COMMON, *flags, *folders, "-c", str(HERE / "runtime" / name), "-o", str(made)], name)
-            _install(made, target)
+            os.replace(made, target)
         objects.append(str(target))
     return objects
 
@@ -105,26 +100,28 @@ def _runtime_objects(mode: str) -> list[str]:
 def build(source: Path, defines: tuple[str, ...], folders: tuple[Path, ...], mode: str) -> tuple[Path, list[str]]:
     """(shared object, names of its kernels) of a .cu file. BenchError with g++'s errors, in lines of the .cu file."""
     code, names = translate(source, folders)
-    target = cache_folder() / f"{source.stem}-{mode}-{_key(code, defines)}.so"
-    if target.exists():
-        os.utime(target)
-        return target, names
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
-        cpp, obj, made = (Path(scratch) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
-        cpp.write_text(code)
-        here = f"-fdebug-prefix-map={Path.cwd()}=."
-        flags = MODES[mode] + (
-            ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"] if mode == "race" else []
-        )
-        _run(
-            [compiler()[0], *COMMON, *flags, *defines, here, f"-I{HERE / 'include'}", "-c", str(cpp), "-o", str(obj)],
-            str(source),
-        )
-        link = [flag for flag in flags if mode == "asan" and flag.startswith("-fsanitize")]
-        objects = [str(obj), *_runtime_objects(mode)]
-        _run(
-            [compiler()[0], "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *link, "-o", str(made), *objects, "-lm"],
-            str(source),
-        )
-        _install(made, target)
+    runtime = _runtime_objects(mode)
+    target = cache_folder() / f"{source.stem}-{mode}-{_key(code, defines, [Path(path).name for path in runtime])}.so"
+    if not target.exists():
+        obj = _object(source, code, defines, mode)
+        made = target.with_suffix(f".{os.getpid()}.tmp")
+        link = ["-fsanitize=address,undefined"] if mode == "asan" else []
+        shared = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *link, "-o", str(made), str(obj), *runtime, "-lm"]
+        _run([compiler()[0], *shared], str(source))
+        os.replace(made, target)
     return target, names
+
+
+def _object(source: Path, code: str, defines: tuple[str, ...], mode: str) -> Path:
+    """The compiled kernels alone: kept, so that a change of the runtime does not compile them again."""
+    target = cache_folder() / f"{source.stem}-{mode}-{_key(code, defines)}.o"
+    if not target.exists():
+        flags = [*COMMON, *MODES[mode], *defines, f"-I{HERE / 'include'}", f"-fdebug-prefix-map={Path.cwd()}=."]
+        if mode == "race":
+            flags += ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+            cpp, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o"
+            cpp.write_text(code)
+            _run([compiler()[0], *flags, "-c", str(cpp), "-o", str(made)], str(source))
+            os.replace(made, target)
+    return target

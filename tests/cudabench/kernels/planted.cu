@@ -106,3 +106,32 @@ extern "C" __global__ void beyond(float *y, int shift, int use_dynamic) {
 
 // y[0] = 2^31 - 1 + increment, in an int.
 extern "C" __global__ void overflow(int *y, int increment) { y[0] = 2147483647 + increment; }
+
+// Every block reads x[0]; block `writer` writes it as well.
+extern "C" __global__ void read_and_write(float *x, float *y, int writer) {
+    const float value = x[0];
+    y[blockIdx.x] = value;
+    if ((int)blockIdx.x == writer) x[0] = value + 1.f;
+}
+
+// What CUDA forbids or never ends, by number; 32 threads.
+extern "C" __global__ void misuse(float *y, int number) {
+    float value = threadIdx.x;
+    if (number == 1) { // two barriers, half the warp at each
+        if (threadIdx.x < 16) __syncthreads();
+        else __syncthreads();
+    } else if (number == 2) { // half the warp has returned
+        if (threadIdx.x >= 16) return;
+        value = __shfl_xor_sync(0xffffffffu, value, 1);
+    } else if (number == 3) { // a mask that lacks the caller
+        value = __shfl_xor_sync(0x0000ffffu, value, 1);
+    } else if (number == 4) { // a source that the mask lacks
+        if (threadIdx.x < 16) value = __shfl_xor_sync(0x0000ffffu, value, 16);
+    } else if (number == 5) { // one half waits at a barrier, the other for all lanes
+        if (threadIdx.x < 16) __syncthreads();
+        else value = __shfl_xor_sync(0xffffffffu, value, 1);
+    } else if (number == 6) {
+        for (;;) __syncthreads();
+    }
+    y[threadIdx.x] = value;
+}

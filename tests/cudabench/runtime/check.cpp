@@ -74,7 +74,7 @@ template <class Name> void visit(Cell &c, const Fiber *f, bool write, Place plac
     if (!write) {
         const Access a = access_of(f, place);
         auto near = [](const Access &x, const Access &y) { return x.block == y.block && x.thread / 32 == y.thread / 32; };
-        if (c.read.thread == a.thread || ordered(c.read, f)) c.read = a;
+        if (ordered(c.read, f)) c.read = a; // this thread's own are, too
         else if (ordered(c.other, f) || (near(c.other, c.read) && !near(a, c.read))) c.other = a;
         return;
     }
@@ -237,8 +237,8 @@ void check_async(const Copy &copy, bool landing) {
     std::vector<SharedCell> &cells = is_static ? static_cells : dynamic_cells;
     const size_t offset = copy.to - (is_static ? __start_cudabench_shared : state.shared);
     auto mark = [&](uint32_t block) {
-        for (int i = 0; i < copy.bytes; i++) {
-            SharedCell &c = cells[offset + i];
+        for (size_t i = offset; i < offset + copy.bytes && i < cells.size(); i++) {
+            SharedCell &c = cells[i];
             c.pending_block = block, c.pending_thread = fiber()->id, c.pending_place = place_of_text(copy.where);
         }
     };

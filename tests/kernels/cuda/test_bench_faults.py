@@ -180,3 +180,30 @@ def test_an_undefined_array_may_not_be_read() -> None:
     y = np.zeros(64, np.float32)
     kernel_of("tiles")((1,), (64,), (X, Undefined(y), np.int32(256)), check="race")
     assert y.any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_read_before_another_blocks_write_is_a_race_whoever_read_since(order: str) -> None:
+    writer = 0 if order == "reverse" else 3
+    args = (np.zeros(1, np.float32), np.zeros(4, np.float32), np.int32(-1))
+    kernel_of("read_and_write")((4,), (1,), args, order=order, check="race")
+    with pytest.raises(KernelFault, match=r"race: (read|write) of global memory, byte 0 of array 0 and a (read|write)"):
+        kernel_of("read_and_write")((4,), (1,), (*args[:2], np.int32(writer)), order=order, check="race")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "divergent __syncthreads: other threads wait at "),
+        (2, r"the mask names lane \d+, which has returned|deadlock: thread \d+ in the warp operation of .*planted.cu"),
+        (3, "the calling lane is not in its own mask"),
+        (4, "shuffles from lane 16, which is not in the mask"),
+        (5, "deadlock: thread 0 at the barrier of .*planted.cu"),
+        (6, r"gave up after 10000\d fiber switches"),
+    ],
+)
+def test_misuse_of_meetings_is_named(number: int, words: str, order: str) -> None:
+    with pytest.raises(KernelFault, match=words):
+        args = (np.zeros(32, np.float32), np.int32(number))
+        kernel_of("misuse")((1,), (32,), args, order=order, max_switches=100_000)
