@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -9,12 +10,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from cudabench.errors import BenchError, BenchMissing
 from cudabench.translate import translate
 
 HERE = Path(__file__).resolve().parent
+KEEP_DAYS = 14
 # -ffp-contract=off: a sum is fused where the source says fmaf, so that equal sources give equal bits.
 COMMON = ["-std=gnu++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti",
           "-ffp-contract=off", "-fno-math-errno", "-march=native", "-w"]  # fmt: skip
@@ -49,6 +52,20 @@ def cache_folder() -> Path:
     except OSError:
         return Path(tempfile.mkdtemp(prefix="cudabench-"))
     return folder
+
+
+def kept(path: Path) -> bool:
+    """Whether a result is in the cache; it then counts as used today. The first that is not clears away others that
+    were not used for `KEEP_DAYS`."""
+    if path.exists():
+        os.utime(path)
+        return True
+    oldest = time.time() - KEEP_DAYS * 86400
+    for old in path.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process may be at the same
+            if old.is_file() and old.stat().st_mtime < oldest:
+                old.unlink()
+    return False
 
 
 @functools.cache
@@ -87,7 +104,7 @@ def _runtime_objects(mode: str) -> list[str]:
     objects = []
     for name in RUNTIME[mode]:
         target = cache_folder() / f"{Path(name).stem}-{mode}-{_key(_sources_of('runtime'))}.o"
-        if not target.exists():
+        if not kept(target):
             made = target.with_suffix(f".{os.getpid()}.tmp")
             flags = RUNTIME_FLAGS[mode]
             folders = [f"-I{HERE / 'include'}", f"-I{HERE / 'runtime'}"]
@@ -102,7 +119,7 @@ def build(source: Path, defines: tuple[str, ...], folders: tuple[Path, ...], mod
     code, names = translate(source, folders)
     runtime = _runtime_objects(mode)
     target = cache_folder() / f"{source.stem}-{mode}-{_key(code, defines, [Path(path).name for path in runtime])}.so"
-    if not target.exists():
+    if not kept(target):
         obj = _object(source, code, defines, mode)
         made = target.with_suffix(f".{os.getpid()}.tmp")
         link = ["-fsanitize=address,undefined"] if mode == "asan" else []
@@ -115,7 +132,7 @@ def build(source: Path, defines: tuple[str, ...], folders: tuple[Path, ...], mod
 def _object(source: Path, code: str, defines: tuple[str, ...], mode: str) -> Path:
     """The compiled kernels alone: kept, so that a change of the runtime does not compile them again."""
     target = cache_folder() / f"{source.stem}-{mode}-{_key(code, defines)}.o"
-    if not target.exists():
+    if not kept(target):
         flags = [*COMMON, *MODES[mode], *defines, f"-I{HERE / 'include'}", f"-fdebug-prefix-map={Path.cwd()}=."]
         if mode == "race":
             flags += ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cudabench.build import cache_folder
+from cudabench.build import cache_folder, kept
 from cudabench.errors import BenchError, BenchMissing
 from cudabench.translate import with_includes
 
@@ -100,7 +100,7 @@ def compile_cuda(
     flags += [f"-D{key}" + ("" if value in (None, "") else f"={value}") for key, value in (defines or {}).items()]
     key = hashlib.sha256(repr((text, flags, library()[1])).encode()).hexdigest()[:24]
     cached = cache_folder() / f"{path.stem}-sm_{arch}-{key}.json"
-    if not cached.exists():
+    if not kept(cached):
         compiled = _compile(path, text, flags)
         made = cached.with_suffix(f".{os.getpid()}.tmp")
         made.write_text(json.dumps(asdict(compiled)))

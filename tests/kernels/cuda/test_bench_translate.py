@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from cudabench import BenchError
+from cudabench.build import kept
 from cudabench.translate import asm_call, kernels_of, translate, without_comments
 
 KERNEL = 'extern "C" __global__ void one(float *y) {\n%s\n}\n'
@@ -94,3 +96,13 @@ def test_dynamic_shared_memory_in_its_usual_forms(tmp_path: Path) -> None:
         kind = form.split(")")[-1].removesuffix(" s[]").strip()
         text = made_of(tmp_path, f"extern __shared__ {form};")
         assert f"{kind} *const s = ({kind} *)cudabench::dynamic_shared();" in text
+
+
+def test_builds_that_nobody_used_for_long_are_cleared_away(tmp_path: Path) -> None:
+    old, used = tmp_path / "old.so", tmp_path / "used.so"
+    for path in (old, used):
+        path.touch()
+        os.utime(path, (0, 0))
+    assert kept(used)
+    assert not kept(tmp_path / "new.so")
+    assert used.exists() and not old.exists()
