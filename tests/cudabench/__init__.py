@@ -1,5 +1,8 @@
 """A test bench for CUDA C on a machine without a GPU. docs/cuda-bench.md says what it can and cannot show.
 
+`emulate` runs a kernel compiled by g++, `cudabench.ptx.interpret` the PTX that NVRTC made of it, with the same
+arguments; `cudabench.nvrtc.compile_cuda` tells what it takes, and `python -m cudabench resources` tabulates that.
+
 Run a kernel on the CPU (g++; one fiber per CUDA thread, real barriers, real warp operations)::
 
     from cudabench import emulate, Undefined, KernelFault, BenchError
