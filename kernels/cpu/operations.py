@@ -35,7 +35,6 @@ from cupaged.kernels.interface import (
 from cupaged.kernels.philox import uniform_rows
 
 _MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
-_SAMPLE_BUCKETS = 2048
 _ROWS_A_CHUNK = 240
 # Words of an attention record that depend on the plan: two before the arguments, then `attention.FIELDS` in order.
 _ITEMS = 2 + 0
@@ -273,9 +272,12 @@ class CpuOperations:
 
         `old`: the plans it was captured with, or those of the last call; `new` takes their places in order.
         """
-        words = records.array
+        places = {id(plan): index for index, plan in enumerate(old)}
+        layers: dict[tuple[int, int, int, int], list[AttentionCall]] = {}  # those that share a plan, and its states
         for call in records.attention:
-            index = next(i for i, plan in enumerate(old) if plan is call.plan)
+            layers.setdefault((places[id(call.plan)], call.heads, call.kv_heads, call.head_dim), []).append(call)
+        words = records.array
+        for (index, heads, kv_heads, head_dim), calls in layers.items():
             plan = new[index]
             if (
                 not isinstance(plan, CpuAttentionPlan)
@@ -283,13 +285,14 @@ class CpuOperations:
                 or not len(plan.items)
             ):
                 raise KernelError("plans: not made for the number of tokens that was captured")
-            states = self._states(plan, call.heads, call.head_dim)
-            parts, merge = words[call.parts], words[call.merge]
-            parts[1] = len(plan.items) * call.kv_heads
-            parts[_ITEMS], parts[_STATES] = plan.addresses[0], states
-            parts[_TABLES], parts[_TABLE_STRIDE] = plan.addresses[1], plan.tables.shape[1] * 4
-            merge[2], merge[3], merge[4] = states, plan.addresses[2], plan.addresses[3]
-            call.plan = plan
+            states = self._states(plan, heads, head_dim)
+            parts, merges = [call.parts for call in calls], [call.merge for call in calls]
+            words[parts, 1] = len(plan.items) * kv_heads
+            words[parts, _ITEMS], words[parts, _STATES] = plan.addresses[0], states
+            words[parts, _TABLES], words[parts, _TABLE_STRIDE] = plan.addresses[1], plan.tables.shape[1] * 4
+            words[merges, 2], words[merges, 3], words[merges, 4] = states, plan.addresses[2], plan.addresses[3]
+            for call in calls:
+                call.plan = plan
 
     # -- sampling
 
@@ -308,11 +311,17 @@ class CpuOperations:
             keys = ([column[i] for i in drawing] for column in (rows.seed, rows.sample, rows.position))
             settings[drawing, 4] = uniform_rows(*keys)
         out = np.empty(count, np.int64)
-        scratch_bytes = (size + _SAMPLE_BUCKETS) * 8
+        scratch_bytes = sample_scratch(size)
         scratch = self._scratch_address("sample", scratch_bytes * self.team.threads)
         arguments = (contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
         self.team.launch("sample", count, *arguments)
         return [int(token) for token in out]
+
+
+def sample_scratch(size: int) -> int:
+    """Bytes of scratch that a thread needs to sample from `size` logits (sampling.py), a multiple of 64."""
+    groups = size // 64 + 1
+    return -(-(28 * size + 2048 * 8 + 12 * groups) // 64) * 64
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:
