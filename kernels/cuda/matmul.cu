@@ -17,7 +17,7 @@
 #define OUTPUTS 4 // of a warp
 #define STRIDE (UNIT == 4 ? 4 : UNIT + 4) // floats of a unit in shared memory: an odd number of 16-byte chunks
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 matmul(const float *__restrict__ x, const unsigned char *__restrict__ quants, const unsigned char *__restrict__ high,
        const unsigned char *__restrict__ scales, const unsigned char *__restrict__ deltas,
        const float *__restrict__ bias, float *__restrict__ out, long long out_stride, int count, int rows, int cols) {

@@ -4,7 +4,7 @@
 // floats for each part and head. Roof: memory bandwidth; small beside the attention before it.
 #include "attention.cuh"
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 8)
 merge_parts(const int *__restrict__ merges, const int *__restrict__ num_merges, const int *__restrict__ state_starts,
             const int *__restrict__ state_counts, const float *__restrict__ state_values,
             const float *__restrict__ state_scalars, float *__restrict__ out, long long out_stride,

@@ -47,15 +47,9 @@ def test_the_table_has_every_build_of_every_architecture() -> None:
     assert set(TABLE) == expected, REGENERATE
 
 
-def test_no_kernel_spills_registers_but_where_ptxas_prefers_to() -> None:
-    """All named, with their bytes. None is attention; registers are free there, ptxas keeps to fewer by itself."""
-    spilling = {row.key: row.spilled for row in TABLE.values() if row.spilled}
-    assert spilling == {
-        (70, "matmul", "Q4_1, 1 rows"): 8,
-        (100, "matmul", "Q6_K, 8 rows"): 40,
-        (120, "merge_parts", "80"): 8,
-        (120, "merge_parts", "96"): 8,
-    }
+def test_no_kernel_spills_registers() -> None:
+    """Left to itself ptxas spills a few bytes to fit more blocks: the kernels' launch bounds say how many to aim at."""
+    assert {row.key: row.spilled for row in TABLE.values() if row.spilled} == {}
 
 
 def test_a_multiprocessor_holds_every_kernel() -> None:
