@@ -63,6 +63,7 @@ class _Jobs:
 
     def __init__(self, waiting: Sequence[HostTransfer] = ()) -> None:
         self.waiting = deque(waiting)  # the first one is being done; it leaves when it is finished
+        self.running: HostTransfer | None = None
         self.changed = threading.Condition()
         self.closed = False
 
@@ -73,16 +74,16 @@ class _Jobs:
                     self.changed.wait()
                 if self.closed:
                     return
-                job = self.waiting[0]
+                self.running = job = self.waiting[0]
             job.run()
             with self.changed:
-                if self.waiting:
-                    self.waiting.popleft()
+                self.running = None
+                self.waiting.popleft()
 
     def close(self) -> None:
         with self.changed:
             self.closed = True
-            rest = list(self.waiting)[1:]  # the first may be running, and ends by itself
+            rest = [job for job in self.waiting if job is not self.running]  # that one ends by itself
             self.changed.notify()
         for job in rest:
             job.error = DeviceError("the device was closed before a copy was done")

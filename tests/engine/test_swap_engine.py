@@ -42,6 +42,13 @@ class Gate:
 
         patch.setattr(host_stream, "copy_array", waiting)
 
+    def wait_for(self, begun: int) -> None:
+        """Until so many copies have begun."""
+        deadline = time.monotonic() + 30
+        while self.begun < begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert self.begun == begun
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
@@ -66,9 +73,8 @@ def test_streams_run_beside_each_other_and_wait_for_events_only(device: CpuDevic
     out = device.copy("to_host", [(a, b)])
     device.wait("to_device", out)
     back = device.copy("to_device", [(b, c)])  # must see what the first one writes
-    deadline = time.monotonic() + 30
-    while gate.begun < 1 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    gate.wait_for(1)
+    time.sleep(0.01)
     assert gate.begun == 1  # the second has not begun: it waits for the event
     gate.open.set()
     device.synchronize()
@@ -79,10 +85,7 @@ def test_two_directions_overlap(device: CpuDevice, gate: Gate) -> None:
     arrays = [np.zeros(4, np.uint8) for _ in range(4)]
     device.copy("to_host", [(arrays[0], arrays[1])])
     device.copy("to_device", [(arrays[2], arrays[3])])
-    deadline = time.monotonic() + 30
-    while gate.begun < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert gate.begun == 2
+    gate.wait_for(2)
     gate.open.set()
 
 
@@ -98,6 +101,7 @@ def test_a_closed_device_ends_what_has_not_begun(gate: Gate) -> None:
     device = CpuDevice(1)
     arrays = np.zeros(4, np.uint8), np.ones(4, np.uint8)
     first, second = device.copy("to_host", [arrays]), device.copy("to_host", [arrays])
+    gate.wait_for(1)
     closing = threading.Thread(target=device.close)
     closing.start()
     second.wait()
@@ -108,6 +112,14 @@ def test_a_closed_device_ends_what_has_not_begun(gate: Gate) -> None:
     with pytest.raises(DeviceError, match="closed"):
         device.copy("to_host", [arrays])
     device.synchronize()
+
+
+def test_closing_a_device_before_its_thread_has_begun_ends_every_copy() -> None:
+    for _ in range(50):
+        device = CpuDevice(1)
+        transfers = [device.copy("to_host", [(np.zeros(4, np.uint8), np.ones(4, np.uint8))]) for _ in range(3)]
+        device.close()
+        assert all(transfer.done() for transfer in transfers)
 
 
 def test_a_dropped_device_leaves_no_thread() -> None:
