@@ -4,7 +4,7 @@ Bytes and operations: for M rows, 2*M*N*K integer operations; the weights are re
 bound by memory: their roof is packed bytes / read bandwidth, and the processor's own prefetching is the best there is
 (fetching by software, at any distance, was up to a third slower on Zen 4). From about 16 rows on the roof is the
 integer dot product: 128 operations a cycle and 512-bit vpdpbusd; a piece of a panel then serves all rows from L1 while
-the next one is fetched. Measured figures: bench/quantised.py.
+the next one is fetched. Measured figures: `cupaged bench matmul`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The same bits on every processor: kernels compiled for lesser ones (no AVX-512; no AVX, FMA or half conversion) give
-the logits that this one's own give."""
+"""The same bits on every processor: kernels compiled for lesser ones (no VNNI; no AVX-512; no AVX, FMA or half
+conversion) give the logits and products that this one's own give."""
 
 from __future__ import annotations
 
@@ -10,26 +10,16 @@ from pathlib import Path
 
 import pytest
 
-PROCESSORS = {
-    "haswell": "+avx2,+fma,+f16c,+avx,+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+bmi,+bmi2,+popcnt",
-    "x86-64": "+sse2",
-}
+from cupaged.kernels.cpu.processor import LEVELS, target
 
 PROGRAM = """
-import hashlib, os, sys
-name, features, model = sys.argv[1:]
-if features:
-    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = name, features
-    import llvmlite.binding as llvm
-
-    class Features(dict):
-        def flatten(self, sort=True):
-            return features
-
-    present = Features({feature[1:]: True for feature in features.split(",")})
-    llvm.get_host_cpu_features = lambda: present
-    llvm.get_host_cpu_name = lambda: name
+import hashlib, sys
+model, tests = sys.argv[1:]
+sys.path.insert(0, tests)
+import numpy as np
+from quant_support import KINDS, blocks_of, columns_for
 from cupaged import LLM, SamplingParams
+from cupaged.device import get_device
 
 digest = hashlib.sha256()
 for dtype in ("float32", "float16", "bfloat16"):
@@ -43,7 +33,16 @@ for dtype in ("float32", "float16", "bfloat16"):
 
         llm.engine._forward = recorded
         llm.generate([list(range(3, 80)), [5, 6, 7]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-print(digest.hexdigest())
+print("floats", digest.hexdigest())
+ops = get_device("cpu").ops
+for kind in KINDS:
+    cols = columns_for(kind, 27)
+    weight = ops.matrix(blocks_of(kind, 101, cols), "quantised")
+    x = np.random.default_rng(7).standard_normal((69, cols), np.float32)
+    rows, out = np.empty((101, cols), np.float32), np.empty((69, 101), np.float32)
+    ops.embed(np.arange(101, dtype=np.int32), weight, rows)
+    ops.matmul(x, weight, out)
+    print(kind, hashlib.sha256(rows.tobytes() + out.tobytes()).hexdigest())
 """
 
 
@@ -51,10 +50,16 @@ print(digest.hexdigest())
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64 processors")
 def test_lesser_processors_give_the_same_bits(checkout_env: dict[str, str], root: Path, tmp_path: Path) -> None:
     digests = {}
-    for name, features in {"native": "", **PROCESSORS}.items():
+    here = target().features
+    levels = [level for level, needed in LEVELS.items() if needed - LEVELS["plain"] <= here]
+    assert "plain" in levels
+    for name in ["native", *(level for level in levels if level != "avx512vnni")]:
         # the native one may use the user's compiled kernels; the others get a cache of their own
-        env = checkout_env | ({"CUPAGED_CACHE_DIR": str(tmp_path / name)} if features else {})
-        command = [sys.executable, "-c", PROGRAM, name, features, str(root / "tests" / "golden_data" / "llama")]
+        env = checkout_env | {"CUPAGED_CPU": name}
+        if name != "native":
+            env["CUPAGED_CACHE_DIR"] = str(tmp_path / name)
+        model, tests = root / "tests" / "golden_data" / "llama", root / "tests" / "kernels"
+        command = [sys.executable, "-c", PROGRAM, str(model), str(tests)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         digests[name] = done.stdout
