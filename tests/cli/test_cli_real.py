@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cupaged import LLM
+from cupaged import LLM, SamplingParams
 from cupaged.cli import main
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden_data" / "llama"
@@ -53,6 +53,8 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(
         {f"{name}.weight": value.astype(np.float16) for name, value in tensors.items()}, folder / "model.safetensors"
     )
+    with LLM(folder, device="cpu", kv_memory="4MiB") as llm:  # its kernels, too, in the cache
+        llm.generate([1], SamplingParams(max_tokens=1))
     return folder
 
 
