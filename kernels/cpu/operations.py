@@ -104,7 +104,7 @@ class CpuOperations:
         bias_at = 0 if bias is None else contiguous("bias", bias)
         quantised = (0, 0)
         if any(part.layout for part in parts):
-            quantised = self._quantise(x_at, x_stride, *x.shape, precise)
+            quantised = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], precise)
         for part in parts:
             if part.layout and precise:
                 self._precise_product(part, *quantised, out_at, out_stride, x.shape[0], bias_at)
@@ -176,7 +176,7 @@ class CpuOperations:
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
         self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0)
-        self._note_producer(out_at, out_stride, *x.shape, 8)
+        self._note_producer(out_at, out_stride, x.shape[0], x.shape[1], 8)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
