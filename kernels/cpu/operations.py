@@ -35,6 +35,8 @@ from cupaged.kernels.interface import (
 from cupaged.kernels.philox import uniform_rows
 
 _MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
+_SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
+_SAMPLE_GROUP = 64  # sampling.GROUP
 _ROWS_A_CHUNK = 240
 # Words of an attention record that depend on the plan: two before the arguments, then `attention.FIELDS` in order.
 _ITEMS = 2 + 0
@@ -320,8 +322,8 @@ class CpuOperations:
 
 def sample_scratch(size: int) -> int:
     """Bytes of scratch that a thread needs to sample from `size` logits (sampling.py), a multiple of 64."""
-    groups = size // 64 + 1
-    return -(-(28 * size + 2048 * 8 + 12 * groups) // 64) * 64
+    groups = size // _SAMPLE_GROUP + 1
+    return -(-(28 * size + _SAMPLE_BUCKETS * 8 + 12 * groups) // 64) * 64
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:
