@@ -29,32 +29,31 @@ def check_attention(
     if window is not None and window < 1:
         raise KernelError(f"window: {window} is not at least 1")
     table = np.ascontiguousarray(tables, np.int32)
-    starts, contexts = np.asarray(query_starts, np.int64), np.asarray(context_lens, np.int64)
+    starts, contexts = np.array(query_starts, np.int64), np.array(context_lens, np.int64)
     if table.ndim != 2 or len(table) != len(contexts) or len(starts) != len(contexts) + 1:
         raise KernelError(f"tables {table.shape}, query_starts ({len(starts)}): not of {len(contexts)} context_lens")
-    queries = np.diff(starts)
-    if starts[0] != 0 or (queries < 0).any():
+    queries = starts[1:] - starts[:-1]
+    if starts[0] != 0 or queries.min(initial=0) < 0:
         raise KernelError("query_starts: not ascending from 0")
     slots = table.shape[1] * cache.block_size
-    bad = np.flatnonzero((contexts < 0) | (contexts > slots))
-    if bad.size:
-        sequence = int(bad[0])
+    if contexts.min(initial=0) < 0 or contexts.max(initial=0) > slots:
+        sequence = int(np.flatnonzero((contexts < 0) | (contexts > slots))[0])
         raise KernelError(
             f"context_lens[{sequence}]: {contexts[sequence]} is not in 0..{slots}, the slots of its table"
         )
-    seen_from = np.maximum(0, contexts - queries) - (0 if window is None else window - 1)
-    first = np.zeros_like(contexts) if window is None else np.maximum(0, seen_from) // cache.block_size
-    last = np.where(queries > 0, -(-contexts // cache.block_size), 0)
+    last = (contexts + (cache.block_size - 1)) // cache.block_size * (queries > 0)
     column = np.arange(table.shape[1])
-    used = (column >= first[:, None]) & (column < last[:, None])
-    _check_references(cache, table, used)
+    used = column < last[:, None]
+    if window is not None:
+        used &= column >= (np.maximum(0, contexts - queries - (window - 1)) // cache.block_size)[:, None]
+    frames = [0 if pool is None else _frames(cache, int(pool.size)) for pool in cache.pools]
+    # Of every decode step, so quick where all blocks are in pool 0: as unsigned numbers all others are greater.
+    if ((table.view(np.uint32) >= frames[0]) & used).any():
+        _check_references(table, used, frames + [0] * (4 - len(frames)))
     return table, starts, contexts
 
 
-def _check_references(cache: KVView, table: Array, used: Array) -> None:
-    frames_of_pool = [
-        0 if pool is None else _frames(cache, int(pool.size)) for pool in (*cache.pools, None, None, None, None)[:4]
-    ]
+def _check_references(table: Array, used: Array, frames_of_pool: list[int]) -> None:
     pool = (table >> POOL_SHIFT) & POOL_MASK
     plain = (table >= 0) & (table >> FRAME_BITS < 4)
     good = plain & ((table & FRAME_MASK) < np.asarray(frames_of_pool)[pool])

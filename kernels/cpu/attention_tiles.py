@@ -1,85 +1,26 @@
-"""Pieces of paged attention written as LLVM IR: softmax of a tile, gathering a tile, and reading one in place.
+"""Pieces of paged attention written as LLVM IR: gathering a tile, and the sums over one.
 
-Reading in place and gathering first give the same bits: both sum scores over dims and weights over tokens in one chain
-of fused multiply-adds from zero, in order.
+A score is one chain of fused multiply-adds over the dims, from zero; an element of the accumulator is one chain over
+the tokens of the part, from zero, tile by tile, within a tile in the order 0, 16, 32, 48, 1, 17, ... (from four places
+at once memory is read a fifth faster). A tile that was gathered into float32 scratch first (`chain_tile`) and one that
+is read where it lies (`direct_scores`, `direct_values`) go through the same chains, so they give the same bits.
+
+What limits reading in place, measured on Zen 4: 3 or 4 multiply-adds a vector and KV head's group take 12 or 16 cycles
+for 4 conversions of float16, which run beside them; broadcasts from memory get in their way by 2 cycles.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
+from numba import njit, types
 
-from cupaged.kernels.cpu.emit import F32, I64, VF, VI, Emitter, like, primitive
-from cupaged.kernels.cpu.vector_math import LOG2E, exp2, tanh
+from cupaged.kernels.cpu.attention_record import SCORE_BYTES
+from cupaged.kernels.cpu.emit import I64, WIDE, Emitter, primitive
+from cupaged.kernels.cpu.gemm import OPTIONS
 from cupaged.kernels.interface import TILE
 
-NEGATIVE = -3e38  # the maximum of no score at all; finite, so that differences of maxima never are NaN
-ONE_BITS = 0x3F800000  # 1.0 as float32
 GROUPS = TILE // 16  # a tile is four groups of 16 tokens
-
-
-@primitive(6, types.int64)
-def softmax_row(e: Emitter, scores: Any, first: Any, last: Any, maximum: Any, sums: Any, soft_cap: Any) -> Any:
-    """Scores of a row's tile -> weights in place, tokens first..last-1 visible; updates maximum and sums (by lane).
-
-    Returns the bits of the factor by which earlier results shrink. Invisible tokens get weight 0; a tile with none
-    visible leaves everything as it was, bit for bit. NaN scores give NaN weights. With a soft cap (bits, 0: none)
-    scores arrive in natural units and become cap * tanh(s / cap) * log2(e) before the mask.
-    """
-    b = e.b
-    vectors, masks = [], []
-    cap_bits = b.trunc(soft_cap, ir.IntType(32))
-    capped = b.icmp_signed("!=", cap_bits, ir.Constant(ir.IntType(32), 0))
-    lo, hi = (e.splat(b.trunc(x, ir.IntType(32))) for x in (first, last))
-    for j in range(TILE // 16):
-        lane = ir.Constant(VI, list(range(16 * j, 16 * j + 16)))
-        masks.append(b.and_(b.icmp_signed(">=", lane, lo), b.icmp_signed("<", lane, hi)))
-        vectors.append(e.load_as_float(e.add(scores, 64 * j), "float32"))
-    before = b.block
-    with b.if_then(capped):
-        cap = e.splat(b.bitcast(cap_bits, F32))
-        soft = [b.fmul(b.fmul(cap, tanh(e, b.fdiv(v, cap))), like(VF, LOG2E)) for v in vectors]
-        inside = b.block
-    chosen = []
-    for v, s in zip(vectors, soft, strict=True):
-        phi = b.phi(VF)
-        phi.add_incoming(v, before)
-        phi.add_incoming(s, inside)
-        chosen.append(phi)
-    shown = [b.select(m, v, like(VF, NEGATIVE)) for m, v in zip(masks, chosen, strict=True)]
-    old = e.load_as_float(maximum, "float32")
-    top = e.maximum(e.maximum(shown[0], shown[1]), e.maximum(shown[2], shown[3]))
-    top = e.maximum(e.reduce(top, e.maximum), old)
-    shrink = exp2(e, b.fsub(old, top))
-    total = b.fmul(e.load_as_float(sums, "float32"), shrink)
-    for j, (mask, s) in enumerate(zip(masks, shown, strict=True)):
-        some = b.and_(mask, b.fcmp_unordered(">", s, like(VF, float("-inf"))))
-        weight = b.select(some, exp2(e, b.fsub(s, top)), e.zero())
-        total = b.fadd(total, weight)
-        e.store(weight, e.add(scores, 64 * j), 4)
-    e.store(total, sums, 4)
-    e.store(top, maximum, 4)
-    return b.zext(b.bitcast(e.first(shrink), ir.IntType(32)), ir.IntType(64))
-
-
-@primitive(3)
-def scale_row(e: Emitter, row: Any, vectors: Any, factor: Any) -> None:
-    """row *= factor (bits), 16 floats a vector."""
-    f = e.splat(e.b.bitcast(e.b.trunc(factor, ir.IntType(32)), F32))
-
-    def body(i: Any, _: list[Any]) -> list[Any]:
-        a = e.add(row, e.mul(i, 64))
-        e.store(e.b.fmul(e.load_as_float(a, "float32"), f), a, 4)
-        return []
-
-    e.loop(vectors, [], body)
-
-
-@primitive(1, types.float32)
-def sum_lanes(e: Emitter, address: Any) -> Any:
-    return e.first(e.reduce(e.load_as_float(address, "float32"), e.b.fadd))
 
 
 def gather_k(kind: str, lanes: int) -> Any:
@@ -122,24 +63,34 @@ def gather_v(kind: str, size: int) -> Any:
     return kernel
 
 
-def direct_scores(rows: int, kind: str, size: int) -> Any:
-    """Scores of `rows` queries against a tile, K read where it lies; prefetches the tile's V.
+@primitive(1, types.float32)
+def sum_lanes(e: Emitter, address: Any) -> Any:
+    return e.first(e.reduce(e.load_as_float(address, "float32"), e.b.fadd))
 
-    pointers: int64 addresses of the four groups' K, then of their V. row_bytes: from one dim of K to the next.
+
+def direct_scores(rows: int, kind: str, size: int) -> Any:
+    """Scores of `rows` queries against a tile, K read where it lies, while other memory is prefetched.
+
+    pointers: int64 addresses of the four groups' K, `shift` to be added; ahead, ahead_shift: of what is read next, laid
+    out alike with `ahead_bytes` in place of row_bytes. row_bytes: from one dim of K to the next.
     """
 
-    @primitive(6)
-    def kernel(e: Emitter, pointers: Any, row_bytes: Any, dims: Any, q: Any, q_stride: Any, scores: Any) -> None:
-        keys = [e.load(e.add(pointers, 8 * j), I64, 8) for j in range(GROUPS)]
-        values = [e.load(e.add(pointers, 8 * (GROUPS + j)), I64, 8) for j in range(GROUPS)]
+    @primitive(10)
+    def kernel(
+        e: Emitter, pointers: Any, shift: Any, row_bytes: Any, dims: Any, q: Any, q_stride: Any, scores: Any,
+        ahead: Any, ahead_shift: Any, ahead_bytes: Any,
+    ) -> None:  # fmt: skip
+        keys = [e.add(e.load(e.add(pointers, 8 * j), I64, 8), shift) for j in range(GROUPS)]
+        future = [e.add(e.load(e.add(ahead, 8 * j), I64, 8), ahead_shift) for j in range(GROUPS)]
         queries = [e.add(q, e.mul(q_stride, r)) for r in range(rows)]
         unroll = 64 // (16 * size)  # dims whose 16 tokens fill a cache line
 
         def body(i: Any, acc: list[Any]) -> list[Any]:
-            for v in values:
-                e.prefetch(e.add(v, e.mul(i, 64)))
+            first = e.mul(i, unroll)
+            for j, address in enumerate(future):  # in wider blocks a line holds two groups: each fetches every other
+                e.prefetch(e.add(address, e.mul(e.add(first, j % unroll), ahead_bytes)))
             for u in range(unroll):
-                d = e.add(e.mul(i, unroll), u)
+                d = e.add(first, u)
                 loaded = [e.load_as_float(e.add(k, e.mul(d, row_bytes)), kind) for k in keys]
                 new = []
                 for r in range(rows):
@@ -151,66 +102,149 @@ def direct_scores(rows: int, kind: str, size: int) -> Any:
         acc = e.loop(e.b.sdiv(dims, e.const(unroll)), [e.zero()] * (GROUPS * rows), body)
         for r in range(rows):
             for j in range(GROUPS):
-                value = e.b.fadd(e.zero(), acc[GROUPS * r + j])
-                e.store(value, e.add(scores, r * TILE * 4 + 64 * j), 4)
+                e.store(acc[GROUPS * r + j], e.add(scores, r * SCORE_BYTES + 64 * j), 4)
 
     return kernel
 
 
-def direct_values(rows: int, vectors: int, kind: str, size: int) -> Any:
-    """acc[rows, 16 * vectors dims] += weights @ V of a tile's tokens begin..end-1, V read where it lies.
+def direct_values(rows: int, vectors: int, kind: str, size: int, full: bool) -> Any:
+    """acc[rows, 16 * vectors dims] += weights @ V of a tile's tokens begin..end-1 (all 64 if `full`), read in place.
 
-    `pointers` as above, `ahead` the next tile's (its K is prefetched); offset: of the dims, in bytes within a token.
+    Tokens come in the order 0, 16, 32, 48, 1, 17, ...: from four places at once memory is read faster. pointers: of the
+    four groups' V, `offset` to be added (of head and dims, in bytes); ahead, ahead_offset: of what is read next.
     """
 
-    @primitive(9)
+    @primitive(10)
     def kernel(
-        e: Emitter, pointers: Any, ahead: Any, begin: Any, end: Any, token_bytes: Any, offset: Any, weights: Any,
-        acc: Any, acc_stride: Any,
+        e: Emitter, pointers: Any, offset: Any, ahead: Any, ahead_offset: Any, begin: Any, end: Any, token_bytes: Any,
+        weights: Any, acc: Any, acc_stride: Any,
     ) -> None:  # fmt: skip
         b = e.b
 
-        def clamp(x: Any) -> Any:
-            x = b.select(b.icmp_signed("<", x, e.const(0)), e.const(0), x)
-            return b.select(b.icmp_signed(">", x, e.const(16)), e.const(16), x)
+        def token(state: list[Any], row: Any, weight: Any) -> list[Any]:
+            loaded = [e.load_as_float(e.add(row, 16 * size * i), kind) for i in range(vectors)]
+            new = []
+            for r in range(rows):
+                p = e.splat(e.load_as_float(e.add(weight, r * SCORE_BYTES), "float32", None))
+                new += [e.fma(loaded[i], p, state[vectors * r + i]) for i in range(vectors)]
+            return new
 
-        sums = [e.zero()] * (rows * vectors)
-        for j in range(GROUPS):
-            first, last = (clamp(b.sub(x, e.const(16 * j))) for x in (begin, end))
-            value = e.add(e.load(e.add(pointers, 8 * (GROUPS + j)), I64, 8), offset)
-            future = e.add(e.load(e.add(ahead, 8 * j), I64, 8), offset)
+        places = [e.add(e.add(acc, e.mul(acc_stride, r)), 64 * i) for r in range(rows) for i in range(vectors)]
+        sums = [e.load_as_float(a, "float32") for a in places]
+        if full:
+            groups = [e.add(e.load(e.add(pointers, 8 * j), I64, 8), offset) for j in range(GROUPS)]
+            futures = [e.add(e.load(e.add(ahead, 8 * j), I64, 8), ahead_offset) for j in range(GROUPS)]
 
-            def token(t: Any, state: list[Any], j: int = j, first: Any = first, value: Any = value,
-                      future: Any = future) -> list[Any]:  # fmt: skip
-                t = e.add(t, first)
+            def four(t: Any, state: list[Any]) -> list[Any]:
                 moved = e.mul(t, token_bytes)
-                for line in range(0, 16 * vectors * size, 64):
-                    e.prefetch(e.add(e.add(future, moved), line))
-                row = e.add(value, moved)
-                loaded = [e.load_as_float(e.add(row, 16 * size * i), kind) for i in range(vectors)]
-                new = []
-                for r in range(rows):
-                    w = e.add(weights, e.add(e.mul(t, 4), r * TILE * 4 + 64 * j))
-                    p = e.splat(e.load_as_float(w, "float32", None))
-                    new += [e.fma(loaded[i], p, state[vectors * r + i]) for i in range(vectors)]
-                return new
+                for j in range(GROUPS):
+                    for line in range(0, 16 * vectors * size, 64):
+                        e.prefetch(e.add(e.add(futures[j], moved), line))
+                    state = token(state, e.add(groups[j], moved), e.add(weights, e.add(e.mul(t, 4), 64 * j)))
+                return state
 
-            sums = e.loop(b.sub(last, first), sums, token)
-        for r in range(rows):
-            for i in range(vectors):
-                a = e.add(e.add(acc, e.mul(acc_stride, r)), 64 * i)
-                e.store(b.fadd(e.load_as_float(a, "float32"), sums[vectors * r + i]), a, 4)
+            sums = e.loop(e.const(16), sums, four)
+        else:
+
+            def first_group(limit: Any, t: Any) -> Any:
+                """Of the groups, in which token t is not below `limit`: 0 .. GROUPS."""
+                group = b.ashr(e.add(b.sub(limit, t), 15), e.const(4))
+                group = b.select(b.icmp_signed("<", group, e.const(0)), e.const(0), group)
+                return b.select(b.icmp_signed(">", group, e.const(GROUPS)), e.const(GROUPS), group)
+
+            def some(t: Any, state: list[Any]) -> list[Any]:
+                moved = e.mul(t, token_bytes)
+                low = first_group(begin, t)
+
+                def one(g: Any, inner: list[Any]) -> list[Any]:
+                    g = e.add(g, low)
+                    row = e.add(e.add(e.load(e.add(pointers, e.mul(g, 8)), I64, 8), offset), moved)
+                    return token(inner, row, e.add(weights, e.add(e.mul(t, 4), e.mul(g, 64))))
+
+                return e.loop(b.sub(first_group(end, t), low), state, one)
+
+            sums = e.loop(e.const(16), sums, some)
+        for a, s in zip(places, sums, strict=True):
+            e.store(s, a, 4)
 
     return kernel
+
+
+def chain_tile(rows: int, values: bool) -> Any:
+    """out[rows, 64] = x[rows, k] @ panel[k, 64], float32; with `values`: out += , k = 64, in direct_values' order.
+
+    Strides in bytes.
+    """
+
+    @primitive(6)
+    def kernel(e: Emitter, panel: Any, k: Any, x: Any, x_stride: Any, out: Any, out_stride: Any) -> None:
+        b = e.b
+        xs = [e.add(x, e.mul(x_stride, r)) for r in range(rows)]
+        places = [e.add(e.add(out, e.mul(out_stride, r)), 64 * g) for r in range(rows) for g in range(GROUPS)]
+
+        def one(at: Any, acc: list[Any]) -> list[Any]:
+            row = e.add(panel, e.mul(at, TILE * 4))
+            loaded = [e.load_as_float(e.add(row, 64 * g), "float32") for g in range(GROUPS)]
+            new = []
+            for r in range(rows):
+                value = e.splat(e.load_as_float(e.add(xs[r], e.mul(at, 4)), "float32", None))
+                new += [e.fma(loaded[g], value, acc[GROUPS * r + g]) for g in range(GROUPS)]
+            return new
+
+        def eight(i: Any, acc: list[Any]) -> list[Any]:
+            for j in range(8):
+                acc = one(e.add(e.mul(i, 2), 16 * (j % 4) + j // 4) if values else e.add(e.mul(i, 8), j), acc)
+            return acc
+
+        if values:
+            acc = e.loop(e.const(8), [e.load_as_float(a, "float32") for a in places], eight)
+        else:
+            whole = b.ashr(k, e.const(3))
+            acc = e.loop(whole, [e.zero()] * len(places), eight)
+            acc = e.loop(b.sub(k, e.mul(whole, 8)), acc, lambda i, acc: one(e.add(e.mul(whole, 8), i), acc))
+        for a, value in zip(places, acc, strict=True):
+            e.store(value, a, 4)
+
+    return kernel
+
+
+def chain_tiles(values: bool) -> Any:
+    """chain_tile over any number of rows; which heights are used does not change a bit."""
+    one, two = chain_tile(1, values), chain_tile(2, values)
+    four, six = (chain_tile(4, values), chain_tile(6, values)) if WIDE else (two, two)
+    most, more = (6, 4) if WIDE else (2, 2)
+
+    @njit(types.void(*[types.int64] * 7), **OPTIONS)
+    def run(panel, k, x, x_stride, out, out_stride, rows):  # type: ignore[no-untyped-def]
+        m = 0
+        while rows - m >= most:
+            six(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
+            m += most
+        if rows - m >= more:
+            four(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
+            m += more
+        if rows - m >= 2:
+            two(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
+            m += 2
+        if rows - m >= 1:
+            one(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
+
+    return run
+
+
+@primitive(3)
+def zero_rows(e: Emitter, panel: Any, first: Any, last: Any) -> None:
+    """Rows first..last-1 of a panel [64][64] = 0."""
+
+    def row(i: Any, _: list[Any]) -> list[Any]:
+        at = e.add(panel, e.mul(e.add(first, i), TILE * 4))
+        for g in range(GROUPS):
+            e.store(e.zero(), e.add(at, 64 * g), 4)
+        return []
+
+    e.loop(e.b.sub(last, first), [], row)
 
 
 @primitive(1, types.int64, [types.float32])
 def is_nan(e: Emitter, x: Any) -> Any:
-    return e.b.zext(e.b.fcmp_unordered("uno", x, x), ir.IntType(64))
-
-
-@primitive(1)
-def zero_scores(e: Emitter, address: Any) -> None:
-    """64 floats = 0."""
-    for j in range(4):
-        e.store(e.zero(), e.add(address, 64 * j), 4)
+    return e.b.zext(e.b.fcmp_unordered("uno", x, x), I64)

@@ -75,6 +75,8 @@ class Records:
         self.count = 0
         self.keep: list[Any] = []  # what the addresses in the records point into
         self.attention: list[AttentionCall] = []
+        # Of calls with the same plan: its index, query heads, head_dim, records of the parts and of the merges.
+        self.bindings: list[tuple[int, int, int, np.ndarray, np.ndarray]] | None = None
         self.pace = Pace()
 
     @property
@@ -135,18 +137,19 @@ class Team:
         return self._capture
 
     def launch(self, kernel: str, chunks: int, *arguments: int, keep: Any = None) -> None:
-        """Run `chunks` chunks of a kernel, or record the operation while capturing. No chunks: nothing to do.
+        """Run `chunks` chunks of a kernel, or record the operation while capturing. No chunks: nothing to run, but
+        recorded, for a replay may have some.
 
         `keep`: an object whose memory the operation reads and that nobody else holds on to; a capture keeps it alive.
         """
-        if chunks <= 0:
-            return
         address = self.library.addresses[kernel]
         with self._lock:
             if self._capture is not None:
                 self._capture.append(address, chunks, arguments)
                 if keep is not None:
                     self._capture.keep.append(keep)
+                return
+            if chunks <= 0:
                 return
             self._one.count = 0
             self._one.append(address, chunks, arguments)

@@ -15,9 +15,17 @@ from cupaged.errors import KernelError
 from cupaged.kernels.arguments import check_attention
 from cupaged.kernels.cpu.arrays import Arena, address, contiguous, float_bits, row_address
 from cupaged.kernels.cpu.arrays import aligned as aligned
+from cupaged.kernels.cpu.attention_record import (
+    FIELDS,
+    MERGE_FIELDS,
+    heads_together,
+    max_rows,
+    scratch_bytes,
+    state_bytes,
+)
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
 from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of
-from cupaged.kernels.cpu.plan import CpuAttentionPlan, make_plan, max_rows, scratch_floats, state_floats
+from cupaged.kernels.cpu.plan import CpuAttentionPlan, Planner
 from cupaged.kernels.cpu.quant_layout import MB, X_RECORD
 from cupaged.kernels.interface import (
     QUANT_BLOCK,
@@ -35,14 +43,12 @@ from cupaged.kernels.interface import (
 from cupaged.kernels.philox import uniform_rows
 
 _MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
-_SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
-_SAMPLE_GROUP = 64  # sampling.GROUP
 _ROWS_A_CHUNK = 240
-# Words of an attention record that depend on the plan: two before the arguments, then `attention.FIELDS` in order.
-_ITEMS = 2 + 0
-_STATES = 2 + 6
-_TABLES = 2 + 9
-_TABLE_STRIDE = 2 + 10
+# Words of the attention records that depend on the plan: two before the arguments, which are the fields in order.
+_ITEMS, _STATES, _HEADS_A_CHUNK = (2 + FIELDS.index(name) for name in ("items", "states", "heads_a_chunk"))
+_MERGES, _MERGE_STATES, _MERGE_KV_HEADS = (
+    2 + MERGE_FIELDS.index(name) for name in ("merges", "states", "num_kv_heads")
+)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 GREEDY_BELOW = 1e-5  # sampling.GREEDY_BELOW
 _LOG2E = 1.4426950408889634
@@ -54,6 +60,7 @@ class CpuOperations:
     def __init__(self, team: Team) -> None:
         self.team = team
         self._arena = Arena()
+        self._planners: dict[tuple[int | None, ...], Planner] = {}
         self._producer: tuple[Any, int, int, int, int, int] | None = None
         self._producer_argument = 0
         self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
@@ -106,7 +113,7 @@ class CpuOperations:
         bias_at = 0 if bias is None else contiguous("bias", bias)
         quantised = (0, 0)
         if any(part.layout for part in parts):
-            quantised = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], precise)
+            quantised = self._quantise(x_at, x_stride, *x.shape, precise)
         for part in parts:
             if part.layout and precise:
                 self._precise_product(part, *quantised, out_at, out_stride, x.shape[0], bias_at)
@@ -178,7 +185,7 @@ class CpuOperations:
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
         self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0)
-        self._note_producer(out_at, out_stride, x.shape[0], x.shape[1], 8)
+        self._note_producer(out_at, out_stride, *x.shape, 8)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
@@ -228,7 +235,14 @@ class CpuOperations:
         window: int | None = None,
     ) -> CpuAttentionPlan:  # fmt: skip
         table, starts, contexts = check_attention(cache, tables, query_starts, context_lens, num_heads, window)
-        return make_plan(table, starts, contexts, num_heads // cache.num_kv_heads, window)
+        kv_heads = cache.num_kv_heads
+        group = num_heads // kv_heads
+        together = heads_together(cache.head_dim, group, kv_heads, STORAGE_BYTES[cache.dtype])
+        shape = (group, kv_heads, together, cache.block_size, window, self.team.threads)
+        planner = self._planners.get(shape)
+        if planner is None:
+            planner = self._planners[shape] = Planner(*shape)
+        return planner.plan(table, starts, contexts)
 
     def paged_attention(
         self, query: Array, cache: KVView, layer: int, plan: AttentionPlan, out: Array, scale: float,
@@ -242,59 +256,59 @@ class CpuOperations:
         if plan.num_tokens == 0:
             return
         (query_at, query_stride), (out_at, out_stride) = row_address("query", query), row_address("out", out)
-        group, rows = heads // cache.num_kv_heads, max_rows(heads // cache.num_kv_heads)
+        kv_heads = cache.num_kv_heads
+        group, rows = heads // kv_heads, max_rows(heads // kv_heads)
         states = self._states(plan, heads, dim)
-        scratch_bytes = scratch_floats(dim, rows) * 4
-        scratch = self._scratch_address("attention", scratch_bytes * self.team.threads)
+        scratch_size = scratch_bytes(dim, rows)
+        scratch = self._scratch_address("attention", scratch_size * self.team.threads)
         pools = [0 if p is None else address(p) for p in cache.pools] + [0] * (4 - len(cache.pools))
         # Without a soft cap the scale takes log2(e) along, and the softmax works on powers of two.
         factor = scale if soft_cap else scale * _LOG2E
+        output = (out_at, out_stride, 0 if sinks is None else contiguous("sinks", sinks))
         self.team.launch(
-            f"attention_parts_{cache.dtype}", len(plan.items) * cache.num_kv_heads,
-            plan.addresses[0], cache.num_kv_heads, query_at, query_stride, group, dim, states, scratch, scratch_bytes,
-            plan.addresses[1], plan.tables.shape[1] * 4, *pools, cache.block_size, cache.block_stride,
-            layer * cache.layer_stride, cache.kv_stride, cache.head_stride, float_bits(factor),
-            float_bits(soft_cap) if soft_cap else 0, *_k_strides(cache), plan.window, rows, keep=plan,
+            f"attention_parts_{cache.dtype}", plan.chunks,
+            plan.addresses[0], kv_heads, query_at, query_stride, group, dim, states, scratch, scratch_size,
+            *pools, cache.block_size, cache.block_stride, layer * cache.layer_stride, cache.kv_stride,
+            cache.head_stride, float_bits(factor), float_bits(soft_cap) if soft_cap else 0, *_k_strides(cache), rows,
+            plan.heads_a_chunk, *output, keep=plan,
         )  # fmt: skip
         captured = self.team.capturing
         if captured is not None:
             at = captured.count - 1
-            captured.attention.append(AttentionCall(at, at + 1, plan, heads, cache.num_kv_heads, dim))
+            captured.attention.append(AttentionCall(at, at + 1, plan, heads, kv_heads, dim))
         self.team.launch(
-            "attention_merge", plan.num_tokens,
-            states, plan.addresses[2], plan.addresses[3], heads, dim, out_at, out_stride,
-            0 if sinks is None else contiguous("sinks", sinks),
+            "attention_merge", len(plan.merges) * kv_heads,
+            plan.addresses[1], kv_heads, group, dim, states, scratch, scratch_size, *output,
         )  # fmt: skip
 
     def _states(self, plan: CpuAttentionPlan, heads: int, head_dim: int) -> int:
-        return self._scratch_address("states", plan.num_states * heads * state_floats(head_dim) * 4)
+        return self._scratch_address("states", plan.num_states * heads * state_bytes(head_dim))
 
     def rebind(self, records: Records, old: Sequence[AttentionPlan], new: Sequence[AttentionPlan]) -> None:
         """Put other attention plans, of as many tokens, into a captured list: the only thing in it that a step changes.
 
         `old`: the plans it was captured with, or those of the last call; `new` takes their places in order.
         """
-        places = {id(plan): index for index, plan in enumerate(old)}
-        layers: dict[tuple[int, int, int, int], list[AttentionCall]] = {}  # those that share a plan, and its states
-        for call in records.attention:
-            layers.setdefault((places[id(call.plan)], call.heads, call.kv_heads, call.head_dim), []).append(call)
+        if records.bindings is None:
+            calls: dict[tuple[int, int, int], list[AttentionCall]] = {}
+            for call in records.attention:
+                index = next(i for i, plan in enumerate(old) if plan is call.plan)
+                calls.setdefault((index, call.heads, call.head_dim), []).append(call)
+            records.bindings = [
+                (*key, np.array([call.parts for call in found]), np.array([call.merge for call in found]))
+                for key, found in calls.items()
+            ]
         words = records.array
-        for (index, heads, kv_heads, head_dim), calls in layers.items():
+        for index, heads, head_dim, parts, merges in records.bindings:
             plan = new[index]
-            if (
-                not isinstance(plan, CpuAttentionPlan)
-                or plan.num_tokens != old[index].num_tokens
-                or not len(plan.items)
-            ):
+            if not isinstance(plan, CpuAttentionPlan) or plan.num_tokens != old[index].num_tokens:
                 raise KernelError("plans: not made for the number of tokens that was captured")
             states = self._states(plan, heads, head_dim)
-            parts, merges = [call.parts for call in calls], [call.merge for call in calls]
-            words[parts, 1] = len(plan.items) * kv_heads
+            kv_heads = int(words[merges[0], _MERGE_KV_HEADS])
+            words[parts, 1], words[merges, 1] = plan.chunks, len(plan.merges) * kv_heads
             words[parts, _ITEMS], words[parts, _STATES] = plan.addresses[0], states
-            words[parts, _TABLES], words[parts, _TABLE_STRIDE] = plan.addresses[1], plan.tables.shape[1] * 4
-            words[merges, 2], words[merges, 3], words[merges, 4] = states, plan.addresses[2], plan.addresses[3]
-            for call in calls:
-                call.plan = plan
+            words[parts, _HEADS_A_CHUNK] = plan.heads_a_chunk
+            words[merges, _MERGES], words[merges, _MERGE_STATES] = plan.addresses[1], states
 
     # -- sampling
 
@@ -322,8 +336,8 @@ class CpuOperations:
 
 def sample_scratch(size: int) -> int:
     """Bytes of scratch that a thread needs to sample from `size` logits (sampling.py), a multiple of 64."""
-    groups = size // _SAMPLE_GROUP + 1
-    return -(-(28 * size + _SAMPLE_BUCKETS * 8 + 12 * groups) // 64) * 64
+    groups = size // 64 + 1
+    return -(-(28 * size + 2048 * 8 + 12 * groups) // 64) * 64
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:

@@ -33,6 +33,24 @@ def exp2(e: Emitter, x: Any) -> Any:
     return b.select(b.fcmp_unordered("uno", x, x), x, value)
 
 
+# 2^f on [-1/2, 1/2], as above, of degree 5. Error in float32 arithmetic below 1.7e-7 (measured over 10^6 points).
+_EXP2_HALF = (1.3264727e-3, 9.6715126e-3, 5.5507337e-2, 0.24022242, 0.69314698)
+_TO_BITS = 1.5 * 2**23 + 127  # added to n, leaves n + 127 in the low bits: 2^n is those bits, shifted
+
+
+def exp2_weight(e: Emitter, x: Any) -> Any:
+    """2**x for x <= 0, and exactly 0 below -126; NaN stays NaN. A softmax's weights: half of exp2's operations."""
+    b, ty = e.b, x.type
+    lo, to_bits = like(ty, -126.0), like(ty, _TO_BITS)
+    shifted = b.fadd(e.maximum(lo, x), to_bits)  # rounds to the nearest whole number
+    f = b.fsub(e.maximum(lo, x), b.fsub(shifted, to_bits))
+    p = like(ty, _EXP2_HALF[0])
+    for c in (*_EXP2_HALF[1:], 1.0):
+        p = e.fma(p, f, like(ty, c))
+    power = b.bitcast(b.shl(b.bitcast(shifted, retype(ty, I32)), like(retype(ty, I32), 23)), ty)
+    return b.select(b.fcmp_unordered(">=", x, lo), b.fmul(p, power), like(ty, 0.0))
+
+
 def tanh(e: Emitter, x: Any) -> Any:
     """tanh x = 1 - 2 / (1 + e^2x); absolute error about 1e-7, and 1 beyond |x| = 30."""
     b, ty = e.b, x.type
