@@ -43,6 +43,8 @@ from cupaged.kernels.interface import (
 from cupaged.kernels.philox import uniform_rows
 
 _MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
+_SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
+_SAMPLE_GROUP = 64  # sampling.GROUP
 _ROWS_A_CHUNK = 240
 # Words of the attention records that depend on the plan: two before the arguments, which are the fields in order.
 _ITEMS, _STATES, _HEADS_A_CHUNK = (2 + FIELDS.index(name) for name in ("items", "states", "heads_a_chunk"))
@@ -113,7 +115,7 @@ class CpuOperations:
         bias_at = 0 if bias is None else contiguous("bias", bias)
         quantised = (0, 0)
         if any(part.layout for part in parts):
-            quantised = self._quantise(x_at, x_stride, *x.shape, precise)
+            quantised = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], precise)
         for part in parts:
             if part.layout and precise:
                 self._precise_product(part, *quantised, out_at, out_stride, x.shape[0], bias_at)
@@ -185,7 +187,7 @@ class CpuOperations:
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
         self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0)
-        self._note_producer(out_at, out_stride, *x.shape, 8)
+        self._note_producer(out_at, out_stride, x.shape[0], x.shape[1], 8)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
@@ -336,8 +338,8 @@ class CpuOperations:
 
 def sample_scratch(size: int) -> int:
     """Bytes of scratch that a thread needs to sample from `size` logits (sampling.py), a multiple of 64."""
-    groups = size // 64 + 1
-    return -(-(28 * size + 2048 * 8 + 12 * groups) // 64) * 64
+    groups = size // _SAMPLE_GROUP + 1
+    return -(-(28 * size + _SAMPLE_BUCKETS * 8 + 12 * groups) // 64) * 64
 
 
 def _k_strides(cache: KVView) -> tuple[int, int]:

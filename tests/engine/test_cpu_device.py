@@ -163,6 +163,31 @@ def test_a_quota_of_processors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_processors() == 1
 
 
+def test_a_list_may_be_changed_as_soon_as_it_has_run() -> None:
+    """Operations of one chunk behind the last one of several: no thread looks at the list once it is done."""
+    device = CpuDevice(threads=3)
+    try:
+        x, weight = array(device, (20, 64), 1), np.ones(64, np.float32)
+        outs = [device.empty((count, 64), np.float32) for count in (1, 20, 1, 7, 1, 1)]
+        expected = [np.empty_like(out) for out in outs]
+        for out in expected:
+            device.ops.rms_norm(x[: len(out)], weight, 1e-5, out)
+        with device.capture() as step:
+            for out in outs:
+                device.ops.rms_norm(x[: len(out)], weight, 1e-5, out)
+        step.records.pace.alone = lambda: False  # type: ignore[method-assign]
+        for _ in range(30):
+            for out in outs:
+                out[:] = np.nan
+            step.replay()
+            chunks = step.records.array[: len(outs), 1]
+            step.records.array[:, 1] = 1000
+            assert all(np.array_equal(out, wanted) for out, wanted in zip(outs, expected, strict=True))
+            chunks[:] = [len(out) for out in outs]
+    finally:
+        device.close()
+
+
 # -- the plan of an attention call
 
 
@@ -289,6 +314,7 @@ def test_constants_written_down_twice_agree() -> None:
         (operations["_MATMUL_SCRATCH"], gemm["SCRATCH"]),
         (operations["_ROWS_A_CHUNK"], gemm["MB"]),
         (operations["_SAMPLE_BUCKETS"], sampling["BUCKETS"]),
+        (operations["_SAMPLE_GROUP"], sampling["GROUP"]),
         (sampling["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
         (operations["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
         (operations["_ITEMS"], 2 + attention["FIELDS"].index("items")),

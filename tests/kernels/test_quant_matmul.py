@@ -20,7 +20,7 @@ from quant_support import (
     set_half,
 )
 
-from cupaged.device import make_device
+from cupaged.device import get_device, make_device
 from cupaged.errors import KernelError
 from cupaged.kernels.interface import packed_bytes
 from cupaged.kernels.reference import quantised
@@ -275,6 +275,35 @@ def test_threads_do_not_change_bits() -> None:
             device.close()
     for outs in results[1:]:
         assert all(same_bits(one, other) for one, other in zip(outs, results[0], strict=True))
+
+
+def test_a_product_that_follows_a_norm_has_its_input_quantised_there() -> None:
+    """In a capture only; the same bits. Of another array, or of fewer rows, it is quantised apart."""
+    device = get_device("cpu")
+    matrix = device.ops.matrix(blocks_of("Q4_1", 40, 64), "quantised")
+    x, norm = inputs(5, 64), np.ones(64, np.float32)
+    hidden, gate_up = device.empty((5, 64), np.float32), inputs(5, 128, 2)
+    outs = [device.empty((count, 40), np.float32) for count in (5, 5, 3, 5)]
+
+    def run() -> None:
+        device.ops.rms_norm(x, norm, 1e-5, hidden)
+        device.ops.matmul(hidden, matrix, outs[0])
+        device.ops.gated_activation(gate_up, "silu", hidden)
+        device.ops.matmul(hidden, matrix, outs[1])
+        device.ops.rms_norm(x, norm, 1e-5, hidden)
+        device.ops.matmul(hidden[:3], matrix, outs[2])
+        device.ops.rms_norm(x, norm, 1e-5, hidden)
+        device.ops.matmul(x, matrix, outs[3])
+
+    run()
+    expected = [out.copy() for out in outs]
+    with device.capture() as step:
+        run()
+    assert step.records.count == 8 + 2  # type: ignore[attr-defined]
+    for out in outs:
+        out[:] = np.nan
+    step.replay()
+    assert all(np.array_equal(out, wanted) for out, wanted in zip(outs, expected, strict=True))
 
 
 def test_refusals(ops: Any) -> None:
