@@ -15,7 +15,6 @@ from cupaged.kernels.cpu.executor import Team
 _CHUNK = 1 << 20  # bytes a chunk reads
 _ROUNDS = 20_000
 _CHAINS = 14  # independent multiply-adds in flight: latency 4, two a cycle, and some to spare
-_DOT_CHAINS = 6  # of 512 bits each: as many as 16 registers of 256 bits hold
 
 
 class Roofs:
@@ -59,7 +58,14 @@ class Roofs:
     @staticmethod
     def dots(chunks: int) -> int:
         """Operations of `dot`: a multiplication and an addition each."""
-        return chunks * _ROUNDS * _DOT_CHAINS * 64 * 2
+        return chunks * _ROUNDS * _dot_chains() * 64 * 2
+
+
+def _dot_chains() -> int:
+    """Independent sums of 512 bits: as many as the registers hold, 32 of 512 bits or 16 of 256."""
+    from cupaged.kernels.cpu.processor import target
+
+    return _CHAINS if target().wide else 6
 
 
 @lru_cache
@@ -110,7 +116,7 @@ def _compile() -> dict[str, tuple[Any, int]]:
                 way.step(e, total, weights, total.total, 4)  # the sum is the input too, so that none is left out
             return [total.total if total.pairs is None else e.b.bitcast(total.pairs, VI) for total in sums]
 
-        sums = e.loop(count, [e.load(out, VI, 4)] * _DOT_CHAINS, body)
+        sums = e.loop(count, [e.load(out, VI, 4)] * _dot_chains(), body)
         total = sums[0]
         for s in sums[1:]:
             total = e.b.add(total, s)
