@@ -251,6 +251,9 @@ class Room:
         a request's own chunks stays: beams are told apart by it."""
         if not self._swaps or not self._host_in_use():
             return
+        for chunk in list(draft.chunks):  # fetched for one that shares it, a block is on its way for all its users
+            if chunk.sequence.tables is not None and not self.manager.settled(chunk.sequence.tables):
+                self._withdraw(draft, chunk.sequence.request)
         reading: set[str] = set()
         for chunk in draft.chunks:
             if chunk.sequence.tables is not None:

@@ -207,6 +207,40 @@ def test_aborts_while_blocks_are_moving_leave_nothing_behind(seed: int, late: ra
         assert engine.stats().swapped_out > 0
 
 
+@pytest.mark.parametrize("way", [by_swap, over_a_link, any_way, nothing])
+def test_forks_under_pressure_give_what_their_tokens_give_alone(way: Any, late: random.Random) -> None:
+    """Branches taken at any time, of requests that run, wait, or are moving; some parents are dropped at once."""
+    rng = random.Random(3)
+    with small(22, 60, block_size=8, max_sequences=64, max_batch_tokens=200) as llm:
+        way(llm.engine)
+        engine, live, done = llm.engine, [], {}
+        for step in range(2000):
+            if step < 50 and len(live) < 10:
+                sampled = SamplingParams(max_tokens=30, ignore_eos=True, seed=step)
+                live.append(engine.add_request(prompt(rng.randint(1, 50), step), rng.choice([greedy(30), sampled])))
+            if step < 60 and live and rng.random() < 0.4:
+                parent = rng.choice(live)
+                live.append(engine.fork(parent, prompt(rng.randint(0, 3), step)))
+                if rng.random() < 0.2:
+                    engine.forget(parent)
+                    live.remove(parent)
+            engine.step()
+            for name in [name for name in live if engine.request(name).state.terminal]:
+                done[name] = engine.request(name).output(), engine.request(name).params
+                live.remove(name)
+                engine.forget(name)
+            if step > 60 and not live:
+                break
+        engine.check_idle()
+        assert engine.stats().swapped_out > 0
+        assert engine.stats().forks > 5
+    assert len(done) > 20
+    with tiny(kv_memory="8MiB") as llm:
+        for output, params in done.values():
+            again = llm.generate([output.prompt_token_ids], params)[0]
+            assert output.token_ids == again.token_ids
+
+
 def test_closing_in_the_middle_of_copies_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = host_stream.copy_array
     monkeypatch.setattr(host_stream, "copy_array", lambda a, b: (time.sleep(0.01), copy(a, b)))

@@ -222,6 +222,24 @@ def test_chunks_that_read_on_the_host_come_first() -> None:
     assert list(bench.step()) == [second.request_id, first.request_id]
 
 
+def test_a_block_fetched_for_one_that_shares_it_keeps_its_other_users_out_of_the_step() -> None:
+    bench = SwapBench([GroupSpec(20, 4, host_blocks=8)], in_place=True, unified=True)
+    parent = bench.add(prompt=9, new=9)
+    bench.step()
+    tables = parent.sequences[0].tables
+    assert tables is not None
+    for item in bench.manager.swap_out(0, tables.tables[0].refs[:1]):
+        bench.manager.complete(item.ticket)
+    child = bench.add(prompt=9, new=9)
+    child.sequences[0].tables = bench.manager.fork(tables)
+    child.sequences[0].tokens.append(1)
+    bench.scheduler.room.way_back = lambda parked, speeds, in_place: Way.SWAP
+    assert bench.step() == {}  # `check` has seen that no chunk has a block on its way
+    assert bench.moved["SwapIn"] == 1
+    assert {parent.request_id, child.request_id} == set(bench.step())
+    bench.finish()
+
+
 def test_the_oldest_takes_host_blocks_of_those_that_wait() -> None:
     """The host pool is full of a younger one's blocks when the oldest, now alone, outgrows the device."""
     bench = SwapBench([GroupSpec(6, 4, host_blocks=8)], in_place=True)
