@@ -21,8 +21,6 @@ from cupaged.device.cpu import CpuDevice, host_memory, usable_processors
 from cupaged.errors import DeviceError, KernelError, OptionError
 from cupaged.kernels.cpu import library
 from cupaged.kernels.cpu.executor import Pace
-from cupaged.kernels.cpu.plan import make_plan, max_rows
-from cupaged.kernels.interface import PART
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -188,40 +186,6 @@ def test_a_list_may_be_changed_as_soon_as_it_has_run() -> None:
         device.close()
 
 
-# -- the plan of an attention call
-
-
-def check_plan(starts: list[int], contexts: list[int], group: int, window: int | None) -> None:
-    """Every part of the context that a token sees is in exactly one item, and has its own place for the result."""
-    plan = make_plan(np.zeros((len(contexts), 1), np.int32), np.array(starts), np.array(contexts), group, window)
-    work: dict[int, list[int]] = {token: [] for token in range(starts[-1])}
-    for token, count, position, sequence, part, address in plan.items[:, :6].tolist():
-        assert count * group <= max_rows(group)
-        assert starts[sequence] <= token < token + count <= starts[sequence + 1]
-        assert position == contexts[sequence] - (starts[sequence + 1] - token)
-        assert address == plan.state_starts[token : token + 1].__array_interface__["data"][0]
-        for one in range(token, token + count):
-            work[one].append(part)
-    places: list[int] = []
-    for sequence, context in enumerate(contexts):
-        for token in range(starts[sequence], starts[sequence + 1]):
-            position = context - (starts[sequence + 1] - token)
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = list(range(first // PART, position // PART + 1)) if position >= 0 else []
-            assert set(seen) <= set(work[token])
-            assert plan.state_counts[token] == len(seen)
-            places += range(plan.state_starts[token], plan.state_starts[token] + len(seen))
-    assert places == list(range(plan.num_states))
-
-
-@pytest.mark.parametrize("window", [None, 1, 16, 511, 512, 513, 2000])
-@pytest.mark.parametrize("group", [1, 3, 8, 48, 64])
-def test_the_plan_covers_every_part_once(group: int, window: int | None) -> None:
-    check_plan([0, 1, 2, 202, 202, 902], [1, 513, 200, 50, 1500], group, window)
-    check_plan([0], [], group, window)
-    check_plan([0, 0], [0], group, window)
-
-
 # -- compiled kernels, kept
 
 OBJECTS = [("add", "symbol_of_add", b"\x7fELF" + bytes(100)), ("sub", "ünïcode", b""), ("mul", "m", b"x" * 5000)]
@@ -306,8 +270,8 @@ def constants(path: str) -> dict[str, Any]:
 def test_constants_written_down_twice_agree() -> None:
     operations, gemm = constants("kernels/cpu/operations.py"), constants("kernels/cpu/gemm.py")
     sampling, reference = constants("kernels/cpu/sampling.py"), constants("kernels/reference/sampling.py")
-    attention, team = constants("kernels/cpu/attention.py"), constants("kernels/cpu/team.py")
-    executor, plan = constants("kernels/cpu/executor.py"), constants("kernels/cpu/plan.py")
+    team = constants("kernels/cpu/team.py")
+    executor = constants("kernels/cpu/executor.py")
     interface, blockref = constants("kernels/interface.py"), constants("cupaged/memory/blockref.py")
     pairs = [
         (constants("kernels/cpu/matrices.py")["PANEL"], gemm["PANEL"]),
@@ -317,13 +281,8 @@ def test_constants_written_down_twice_agree() -> None:
         (operations["_SAMPLE_GROUP"], sampling["GROUP"]),
         (sampling["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
         (operations["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
-        (operations["_ITEMS"], 2 + attention["FIELDS"].index("items")),
-        (operations["_STATES"], 2 + attention["FIELDS"].index("states")),
-        (operations["_TABLES"], 2 + attention["FIELDS"].index("tables")),
-        (operations["_TABLE_STRIDE"], 2 + attention["FIELDS"].index("table_stride")),
         (sampling["TOP_P_SLACK"], reference["TOP_P_SLACK"]),
         (reference["GREEDY_BELOW"], constants("cupaged/sampling.py")["GREEDY_TEMPERATURE"]),
-        (plan["ITEM_WORDS"] * 8, attention["ITEM_BYTES"]),
         (executor["RECORD_WORDS"] * 8, team["RECORD"]),
         (executor["_LINE_WORDS"] * 8, team["LINE"]),
         (constants("cupaged/loading.py")["MAX_BLOCK_SIZE"], constants("cupaged/cache.py")["MAX_BLOCK_SIZE"]),
