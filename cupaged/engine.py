@@ -163,7 +163,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and the state of memory; O(sequences)."""
-        memory, scheduler = self.manager.stats(), self.scheduler
+        memory, scheduler, foresight = self.manager.stats(), self.scheduler, self.scheduler.foresight
         return EngineStats(
             groups=memory.groups,
             peak_blocks=tuple(self._peaks),
@@ -182,6 +182,8 @@ class Engine:
             swapped_out=memory.swapped_out,
             swapped_in=memory.swapped_in,
             read_in_place=scheduler.room.read_in_place,
+            held_back=0 if foresight is None else foresight.held_back,
+            preemptions_avoided=0 if foresight is None else foresight.avoided,
         )
 
     # -- steps

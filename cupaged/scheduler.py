@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cupaged.errors import OutOfBlocks
+from cupaged.foresight import Foresight
 from cupaged.memory import BlockManager, Match, PlanItem, blocks_for
 from cupaged.preemption import Given, Room
 from cupaged.request import Request, RequestState, Sequence, common_stem
@@ -82,6 +83,8 @@ class Scheduler:
         self.preemptions = 0
         self.forks = 0
         self.room = Room(self, manager)
+        self.foresight: Foresight | None = Foresight(manager)  # None: admit what fits at present
+        self.step = 0
 
     # -- requests and their blocks
 
@@ -108,6 +111,8 @@ class Scheduler:
     def release_sequence(self, sequence: Sequence) -> None:
         """Give back the blocks of one sequence; those that others share stay theirs."""
         if sequence.tables is not None:
+            if self.foresight is not None:
+                self.foresight.ended(sequence)
             self.manager.free(sequence.tables)
             sequence.tables = None
 
@@ -129,12 +134,16 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Blocks for it are taken; the engine commits or drops them."""
+        self.step += 1
         draft = Draft(self.max_tokens, [0] * len(self.manager.groups))
         self.room.fetch_ahead(draft)
         for decoding in (True, False):
             for request in list(self.running):
                 self._take_request(draft, request, decoding)
         self._admit(draft)
+        if self.foresight is not None and self.waiting and self.foresight.is_holding(self.waiting[0]):
+            pools = enumerate(self.manager.pools)
+            self.foresight.watch(self.step, [pool.num_available - self.promised(group) for group, pool in pools])
         self.room.note_reads(draft)
         return StepPlan(tuple(draft.chunks), tuple(draft.items), tuple(draft.outgrown))
 
@@ -275,7 +284,7 @@ class Scheduler:
             match = Match()
             if not self.room.is_parked(request):
                 match = self._match(leader, len(leader.tokens) if stem is None else stem)
-                if self.running and not self._fits(request, stem or 0, match):
+                if self.running and not self._may_begin(request, stem or 0, match):
                     return
             self.waiting.pop(0)
             request.state = RequestState.RUNNING
@@ -315,15 +324,22 @@ class Scheduler:
             for sequence in request.live_sequences
         )
 
-    def _fits(self, request: Request, stem: int, match: Match) -> bool:
-        """Whether a waiting request can run beside those that do: in places of a step, and in blocks."""
+    def _may_begin(self, request: Request, stem: int, match: Match) -> bool:
+        """Whether a waiting request can run beside those that do: in places of a step, in blocks now, and in blocks
+        that these are expected to need."""
         if sum(other.places for other in self.running) + request.places > self.max_sequences:
             return False
-        sequences = request.live_sequences
-        return all(
-            self._needed(group, sequences, stem) - self.manager.in_use(group, match)
-            <= pool.num_available - self.promised(group)
-            for group, pool in enumerate(self.manager.pools)
+        sequences, pools = request.live_sequences, self.manager.pools
+        needed = tuple(
+            self._needed(group, sequences, stem) - self.manager.in_use(group, match) for group in range(len(pools))
+        )
+        if any(
+            need > pool.num_available - self.promised(g)
+            for g, (need, pool) in enumerate(zip(needed, pools, strict=True))
+        ):
+            return False
+        return self.foresight is None or not self.foresight.holds_back(
+            request, stem, match, needed, self.running, self.step, self.room.ends
         )
 
     def _needed(self, group: int, sequences: list[Sequence], stem: int) -> int:

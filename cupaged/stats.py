@@ -19,6 +19,8 @@ class EngineStats:
     written. preemptions: requests (or samples of one) that had to stop for lack of blocks; by_swap: that kept theirs,
     or had them moved to the host; by_recompute: whose K/V were dropped, while they ran or waited. swapped_out,
     swapped_in: blocks moved to the host pool and back. read_in_place: blocks that steps read on the host, each time.
+    held_back: requests that fitted and yet had to wait, because blocks were expected to run out (see foresight.py);
+    preemptions_avoided: those of them for which blocks did run out while they waited, had they been let in.
     reused_tokens: found in cached blocks instead of computed. evicted: units of cached blocks given up for room.
     """
 
@@ -39,3 +41,5 @@ class EngineStats:
     read_in_place: int = 0
     reused_tokens: int = 0
     evicted: int = 0
+    held_back: int = 0
+    preemptions_avoided: int = 0
