@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -11,9 +12,18 @@ from cupaged.cli import runtime
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
 from cupaged.cli.values import number
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 
+T = TypeVar("T")
 TRACES = ("sharegpt-like", "alpaca-like")
+
+
+def named(option: str, work: Callable[[], T]) -> T:
+    """What `work` gives; an OptionError of it begins with the option's name."""
+    try:
+        return work()
+    except OptionError as error:
+        raise OptionError(f"{option}: {error}") from None
 
 
 @click.command()
@@ -38,7 +48,7 @@ TRACES = ("sharegpt-like", "alpaca-like")
 @click.option(
     "--block-size",
     "block_sizes",
-    type=number(int, 1, 4096),
+    type=number(int, 1, 256),
     multiple=True,
     metavar="TOKENS",
     help="Tokens in a block; give it several times to compare.  [default: 16]",
@@ -56,7 +66,7 @@ TRACES = ("sharegpt-like", "alpaca-like")
 )
 @click.option("--seed", type=number(int, 0, 2**63 - 1), default=0, show_default=True, help="Of trace and beams.")
 @click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a PNG, PDF or SVG."
+    "--picture", type=click.Path(path_type=Path), metavar="FILE", help="Draw a PNG, PDF or SVG."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @runtime.debug_option
@@ -80,10 +90,12 @@ def memory(
 
     if beams is not None and samples > 1:
         raise OptionError("--n and --beams exclude each other")
-    shape = find_shape(model)
+    shape = named("--model", lambda: find_shape(model))
+    if picture is not None:
+        named("--picture", lambda: report.check_picture(picture))
     size = int(element_bytes)
     if "%" in budget:
-        raise OptionError(f"--budget {budget}: a share of what? Give a size such as 24GiB")
+        raise OptionError(f"--budget: {shown(budget)} is a share of what? Give a size such as 24GiB")
     memory_bytes = parse_bytes("--budget", budget, available=0)
     slots = memory_bytes // shape.token_bytes(size)
     width = beams or samples
@@ -91,7 +103,7 @@ def memory(
     if distribution is not None:
         lengths, what = draw(distribution, requests, max_len, seed), distribution.describe(max_len)
     else:
-        lengths = read_csv(Path(trace), max_len)
+        lengths = named("--trace", lambda: read_csv(Path(trace), max_len))
         what = f"{trace}: {len(lengths)} requests"
     if slots < width * max_len:
         raise OptionError(

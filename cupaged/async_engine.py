@@ -118,6 +118,7 @@ class AsyncEngine:
             raise OptionError(f"priority={shown(priority)}: a whole number is needed")
         if deadline is not None and not (isinstance(deadline, int | float) and 0 <= deadline < math.inf):
             raise OptionError(f"deadline={shown(deadline)}: seconds from now, 0 or more, or None")
+        self._worker.check()
         text, ids, checked = self._llm.check(prompt, params)
         until = None if deadline is None else time.monotonic() + deadline
         self._worker.submit(Submission(stream.request_id, text, ids, checked, priority, until, stream))

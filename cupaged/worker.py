@@ -74,6 +74,12 @@ class Worker:
 
     # -- called by others
 
+    def check(self) -> None:
+        """DeviceError if no request can be handed in: the engine was closed, has stopped, or stayed with a parent."""
+        self._check_process()
+        with self._mail.ready:
+            self._check_open()
+
     def submit(self, submission: Submission) -> None:
         """Hand in a request that was checked. QueueFullError, RequestError (id in use) or DeviceError (closed)."""
         self._check_process()

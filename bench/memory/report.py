@@ -3,6 +3,7 @@ report. The picture needs matplotlib."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from cupaged.bench.memory.shapes import KVShape
 from cupaged.bench.memory.simulate import Outcome
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 
 SOURCE = "Kwon et al. 2023"
 _SAVED = {  # sharing saves so many per cent of the blocks, section 6.3 and figure 15 (OPT-13B)
@@ -102,12 +103,20 @@ def as_object(outcomes: Sequence[Outcome], rows: Sequence[dict[str, str]], setti
     }
 
 
+def check_picture(path: Path) -> None:
+    """OptionError if no picture can be written there: before anything is simulated."""
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise OptionError(f"cannot write {shown(str(path))}: a name that ends in .png, .pdf or .svg is allowed")
+    if not path.parent.is_dir():
+        raise OptionError(f"cannot write {shown(str(path))}: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError('a picture needs matplotlib: pip install "cupaged[bench]"')
+
+
 def draw_picture(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Sequences over time, and where the slots are. OptionError if matplotlib or the file cannot be had."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError('--picture needs matplotlib: pip install "cupaged[bench]"') from None
+    """Sequences over time, and where the slots are. OptionError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over_time, split = figure.subplots(1, 2)
     for o in outcomes:

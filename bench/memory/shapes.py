@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 from cupaged.model.config_values import Values, read_json
 
 
@@ -51,10 +51,14 @@ def find_shape(name: str) -> KVShape:
     if name.lower() in SHAPES:
         return SHAPES[name.lower()]
     path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists():
-        raise OptionError(f"model {name}: neither a config.json nor one of {', '.join(SHAPES)}")
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        found = path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL in it
+        found = False
+    if not found:
+        raise OptionError(f"cannot read {shown(name)}: neither a config.json nor one of {', '.join(SHAPES)}")
     values = Values(read_json(path), str(path))
     if values.present("kv_lora_rank"):
         raise OptionError(f"{path}: kv_lora_rank: K/V compressed across heads are not simulated")

@@ -110,10 +110,11 @@ def read_csv(path: Path, max_len: int) -> list[Lengths]:
     """
     try:
         text = read_regular(path, MAX_CSV_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise OptionError(f"{path}: not text in UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"cannot read {shown(str(path))} ({reason})") from None
     requests = list(_rows(path, text, max_len))
     if not requests:
         raise OptionError(f"{path}: no request in it")

@@ -168,7 +168,7 @@ def test_csv_that_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(OptionError, match=message):
         read_csv(path, 64)
-    with pytest.raises(OptionError, match="cannot be read"):
+    with pytest.raises(OptionError, match="cannot read"):
         read_csv(tmp_path / "none.csv", 64)
 
 
@@ -219,7 +219,7 @@ def test_json_and_picture(tmp_path: Path) -> None:
         (["--budget", "25%"], "give a size"),
         (["--budget", "lots"], "lots"),
         (["--budget", "1MiB"], "must fit"),
-        (["--trace", "none"], "none: cannot be read"),
+        (["--trace", "none"], "cannot read 'none'"),
         (["--model", "gpt-5"], "neither a config.json"),
         (["--requests", "20"], "too few"),
     ],
