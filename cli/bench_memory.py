@@ -11,7 +11,7 @@ import click
 from cupaged.cli import runtime
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
-from cupaged.cli.values import number
+from cupaged.cli.values import Text, number
 from cupaged.errors import OptionError, shown
 
 T = TypeVar("T")
@@ -65,14 +65,12 @@ def named(option: str, work: Callable[[], T]) -> T:
     help="Chance that a beam goes on from another one at a step (an assumption: there is no model here).",
 )
 @click.option("--seed", type=number(int, 0, 2**63 - 1), default=0, show_default=True, help="Of trace and beams.")
-@click.option(
-    "--picture", type=click.Path(path_type=Path), metavar="FILE", help="Draw a PNG, PDF or SVG."
-)
+@click.option("--picture", type=Text(), metavar="FILE", help="Draw a PNG, PDF or SVG.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @runtime.debug_option
 def memory(
     trace: str, model: str, budget: str, element_bytes: str, block_sizes: tuple[int, ...], requests: int, max_len: int,
-    samples: int, beams: int | None, beam_churn: float, seed: int, picture: Path | None, as_json: bool,
+    samples: int, beams: int | None, beam_churn: float, seed: int, picture: str | None, as_json: bool,
 ) -> int:  # fmt: skip
     """How many sequences fit, paged and contiguous, and where the rest of the memory goes.
 
@@ -92,7 +90,7 @@ def memory(
         raise OptionError("--n and --beams exclude each other")
     shape = named("--model", lambda: find_shape(model))
     if picture is not None:
-        named("--picture", lambda: report.check_picture(picture))
+        named("--picture", lambda: report.check_picture(Path(picture)))
     size = int(element_bytes)
     if "%" in budget:
         raise OptionError(f"--budget: {shown(budget)} is a share of what? Give a size such as 24GiB")
@@ -122,7 +120,7 @@ def memory(
     rows = report.findings(outcomes, shape, size, memory_bytes, max_len, trace, width, beams is not None)
     kind = f"{beams} beams, churn {beam_churn:g}" if beams else f"{samples} sample{'s' * (samples > 1)}"
     if picture is not None:
-        report.draw_picture(outcomes, f"{shape.name}, {budget}, {trace}, {kind} a request", picture)
+        report.draw_picture(outcomes, f"{shape.name}, {budget}, {trace}, {kind} a request", Path(picture))
     output = Output()
     if as_json:
         settings: dict[str, Any] = {
