@@ -163,7 +163,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and the state of memory; O(sequences)."""
-        memory, scheduler, foresight = self.manager.stats(), self.scheduler, self.scheduler.foresight
+        memory, scheduler = self.manager.stats(), self.scheduler
+        foresight, ahead = scheduler.foresight, scheduler.ahead
         return EngineStats(
             groups=memory.groups,
             peak_blocks=tuple(self._peaks),
@@ -184,6 +185,9 @@ class Engine:
             read_in_place=scheduler.room.read_in_place,
             held_back=0 if foresight is None else foresight.held_back,
             preemptions_avoided=0 if foresight is None else foresight.avoided,
+            taken_ahead=0 if ahead is None else ahead.taken,
+            in_vain=0 if ahead is None else ahead.in_vain,
+            vain_share=0.0 if ahead is None else ahead.share_in_vain(scheduler.step),
         )
 
     # -- steps

@@ -20,6 +20,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cupaged.ahead import Ahead
 from cupaged.errors import OutOfBlocks
 from cupaged.foresight import Foresight
 from cupaged.memory import BlockManager, Match, PlanItem, blocks_for
@@ -83,8 +84,15 @@ class Scheduler:
         self.preemptions = 0
         self.forks = 0
         self.room = Room(self, manager)
-        self.foresight: Foresight | None = Foresight(manager)  # None: admit what fits at present
         self.step = 0
+        self.foresight: Foresight | None = None  # None: admit what fits at present, take blocks as they are needed
+        self.ahead: Ahead | None = None
+        self.look_ahead(True)
+
+    def look_ahead(self, wanted: bool) -> None:
+        """Predict lengths, to admit requests and to take blocks by; or do not. Counters begin anew."""
+        self.foresight = Foresight(self.manager) if wanted else None
+        self.ahead = None if self.foresight is None else Ahead(self.manager, self.foresight)
 
     # -- requests and their blocks
 
@@ -111,8 +119,9 @@ class Scheduler:
     def release_sequence(self, sequence: Sequence) -> None:
         """Give back the blocks of one sequence; those that others share stay theirs."""
         if sequence.tables is not None:
-            if self.foresight is not None:
+            if self.foresight is not None and self.ahead is not None:
                 self.foresight.ended(sequence)
+                self.ahead.ended(sequence, self.step)
             self.manager.free(sequence.tables)
             sequence.tables = None
 
@@ -142,8 +151,9 @@ class Scheduler:
                 self._take_request(draft, request, decoding)
         self._admit(draft)
         if self.foresight is not None and self.waiting and self.foresight.is_holding(self.waiting[0]):
-            pools = enumerate(self.manager.pools)
-            self.foresight.watch(self.step, [pool.num_available - self.promised(group) for group, pool in pools])
+            spare = [0 if self.ahead is None else self.ahead.unused(g) for g in range(len(self.manager.pools))]
+            available = [pool.num_available + spare[g] - self.promised(g) for g, pool in enumerate(self.manager.pools)]
+            self.foresight.watch(self.step, available)
         self.room.note_reads(draft)
         return StepPlan(tuple(draft.chunks), tuple(draft.items), tuple(draft.outgrown))
 
@@ -187,6 +197,8 @@ class Scheduler:
         while (items := self._prepare(draft, sequence, count)) is None:
             if sequence.tables is None or request.state is not RequestState.RUNNING:
                 return False
+            if self._give_back():
+                continue
             count = min(count, self.room.most_tokens(request))
             given = self.room.make(draft, request, self.manager.blocks_needed(sequence.tables, count))
             if given is Given.LATER or (given is Given.NEVER and not self._give_up(draft, sequence)):
@@ -213,7 +225,10 @@ class Scheduler:
 
     def _resume(self, draft: Draft, sequence: Sequence) -> bool:
         """A table again for a sample that `_suspend` had taken it from, once all of it fits."""
-        if draft.preempted or any(
+        if draft.preempted:
+            return False
+        self._give_back()
+        if any(
             self._blocks(group, sequence) > pool.num_available - self.promised(group)
             for group, pool in enumerate(self.manager.pools)
         ):
@@ -228,10 +243,19 @@ class Scheduler:
         assert sequence.tables is not None
         if any(draft.reserved) and not self.room.is_there(draft, self.manager.blocks_needed(sequence.tables, count)):
             return None
+        blocks = sum(table.num_blocks for table in sequence.tables.tables)
         try:
-            return self.manager.prepare_append(sequence.tables, count)
+            items = self.manager.prepare_append(sequence.tables, count)
         except OutOfBlocks:
             return None
+        if self.ahead is not None and count == 1 and sum(table.num_blocks for table in sequence.tables.tables) > blocks:
+            promised = [self.promised(group) for group in range(len(self.manager.groups))]
+            self.ahead.extend(sequence, self.step, promised)
+        return items
+
+    def _give_back(self) -> bool:
+        """Blocks taken ahead go back; whether there were any."""
+        return self.ahead is not None and self.ahead.give_back(self.step)
 
     def _give_up(self, draft: Draft, sequence: Sequence) -> bool:
         """There is nobody to take blocks from for this sequence: its request, or a sample of it, stops. True: that made
@@ -275,6 +299,8 @@ class Scheduler:
         """
         while self.waiting and not draft.preempted and not draft.outgrown and draft.budget:
             request = self.waiting[0]
+            if self.room.is_parked(request) or self._suspended:
+                self._give_back()
             if self.running and (self._suspended or self.room.must_wait(request)):
                 return
             if self.room.is_parked(request) and not self.room.bring_back(draft, request):
@@ -333,11 +359,12 @@ class Scheduler:
         needed = tuple(
             self._needed(group, sequences, stem) - self.manager.in_use(group, match) for group in range(len(pools))
         )
-        if any(
+        while any(
             need > pool.num_available - self.promised(g)
             for g, (need, pool) in enumerate(zip(needed, pools, strict=True))
         ):
-            return False
+            if not self._give_back():
+                return False
         return self.foresight is None or not self.foresight.holds_back(
             request, stem, match, needed, self.running, self.step, self.room.ends
         )

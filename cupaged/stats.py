@@ -21,6 +21,8 @@ class EngineStats:
     swapped_in: blocks moved to the host pool and back. read_in_place: blocks that steps read on the host, each time.
     held_back: requests that fitted and yet had to wait, because blocks were expected to run out (see foresight.py);
     preemptions_avoided: those of them for which blocks did run out while they waited, had they been let in.
+    taken_ahead: blocks that sequences took before they needed them (see ahead.py); in_vain: those of them that went
+    back without a token; vain_share: of all blocks of the device, the part held in vain, averaged over all steps.
     reused_tokens: found in cached blocks instead of computed. evicted: units of cached blocks given up for room.
     """
 
@@ -43,3 +45,6 @@ class EngineStats:
     evicted: int = 0
     held_back: int = 0
     preemptions_avoided: int = 0
+    taken_ahead: int = 0
+    in_vain: int = 0
+    vain_share: float = 0.0

@@ -194,7 +194,9 @@ class Served:
 
     preemptions: int
     throughput: tuple[float, ...]
-    avoided: int
+    avoided: int = 0
+    taken_ahead: int = 0
+    vain_share: float = 0.0
 
 
 # Time of a step: 1 + so much for each token that is generated, + so much for each other one. A token costs next to
@@ -207,8 +209,7 @@ def serve(ahead: bool, blocks: int, count: int, seed: int) -> Served:
     2,048 tokens, and stops by itself before."""
     manager = BlockManager([GroupSpec(blocks, 16)])
     scheduler = Scheduler(manager, max_tokens=512, max_sequences=64)
-    if not ahead:
-        scheduler.foresight = None
+    scheduler.look_ahead(ahead)
     outputs: dict[Request, int] = {}
     for number, lengths in enumerate(draw(DISTRIBUTIONS["sharegpt-like"], count, 2048, seed)):
         params = SamplingParams(max_tokens=2048 - lengths.prompt)
@@ -235,11 +236,11 @@ def serve(ahead: bool, blocks: int, count: int, seed: int) -> Served:
                     scheduler.remove(request)
     assert manager.pools[0].num_free == blocks
     generated = sum(outputs.values())
-    return Served(
-        scheduler.preemptions,
-        tuple(generated / (steps + decode * decodes + other * others) for decode, other in COSTS),
-        0 if scheduler.foresight is None else scheduler.foresight.avoided,
-    )
+    throughput = tuple(generated / (steps + decode * decodes + other * others) for decode, other in COSTS)
+    if scheduler.foresight is None or scheduler.ahead is None:
+        return Served(scheduler.preemptions, throughput)
+    vain = scheduler.ahead.share_in_vain(steps)
+    return Served(scheduler.preemptions, throughput, scheduler.foresight.avoided, scheduler.ahead.taken, vain)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,8 @@ def test_foresight_halves_preemptions_and_costs_no_throughput(blocks: int, seed:
     assert plain.preemptions > 100
     assert ahead.preemptions <= plain.preemptions / 2
     assert ahead.avoided > 0
+    assert ahead.taken_ahead > 0
+    assert ahead.vain_share < 0.05
     for without, with_it in zip(plain.throughput, ahead.throughput, strict=True):
         assert with_it >= 0.98 * without
 
