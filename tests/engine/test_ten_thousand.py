@@ -39,7 +39,7 @@ def wishes(seed: int) -> list[Wish]:
     for index, lengths in enumerate(draw(DISTRIBUTIONS["sharegpt-like"], DISTINCT, 2048, seed)):
         own = max(1, lengths.prompt // SCALE)
         stem = rng.choice(stems)[: rng.randint(1, 60)] if rng.random() < 0.6 else []
-        ids = tuple([*stem, *prompt(own, seed=index)])[:200]
+        ids = (*stem, *prompt(own, seed=index))[:200]
         drawn.append(Wish(ids, options(rng, max(1, min(lengths.output // SCALE, 48)))))
     return drawn
 
