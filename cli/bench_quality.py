@@ -40,7 +40,7 @@ def quality(weights: str, text: str, tokens: int, window: int, as_object: bool, 
 
     if options["max_model_len"] is not None:
         raise OptionError("--max-model-len is --window here")
-    for name in ("max_batch_tokens", "max_sequences"):
+    for name in ("max_batch_tokens", "max_sequences", "pace"):
         if options[name] is not None:
             raise OptionError(f"--{name.replace('_', '-')} has no effect here")
     try:

@@ -77,6 +77,11 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             "--max-sequences", type=loading("max_sequences", int), metavar="N",
             help="Sequences in a step.  [default: 64]",
         ),
+        click.option(
+            "--pace", type=loading("pace", float), metavar="FACTOR",
+            help="While others decode, prompts are computed in chunks that make a step at most so many times as long. "
+            "1000: as fast as they can.  [default: 2]",
+        ),
         click.option("--threads", type=loading("threads", int), help="CPU threads.  [default: the cores we may use]"),
     ]  # fmt: skip
 

@@ -5,10 +5,12 @@ Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from cupaged.beams import advance
+from cupaged.budget import TokenBudget
 from cupaged.cache import PagedKVCache
 from cupaged.choosing import Outcome, choose
 from cupaged.device.base import Device
@@ -36,13 +38,15 @@ class Engine:
     """Serves requests on one decoder with one cache per KV group.
 
     `max_model_len`: positions of the longest sequence, at most what the pool holds. `eos_ids` end a text.
-    `make_detokenizer(skip_special_tokens)`: None for a model without a tokenizer; texts are then empty.
+    `make_detokenizer(skip_special_tokens)`: None for a model without a tokenizer; texts are then empty. `pace`: see
+    budget.py.
     """
 
     def __init__(
         self, config: ModelConfig, decoder: Decoder, caches: Sequence[PagedKVCache], manager: BlockManager,
         device: Device, *, max_model_len: int, max_tokens: int, max_sequences: int, eos_ids: frozenset[int],
         make_detokenizer: MakeDetokenizer | None = None, encode: Callable[[str], list[int]] | None = None,
+        pace: float = math.inf,
     ) -> None:  # fmt: skip
         self.config = config
         self.decoder = decoder
@@ -51,6 +55,7 @@ class Engine:
         self.device = device
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(manager, max_tokens, max_sequences)
+        self.scheduler.budget = TokenBudget(pace)
         self.scheduler.room.block_bytes = [cache.bytes_per_block for cache in self.caches]
         self.scheduler.room.speeds = Speeds(unified=device.unified)
         self.swaps = SwapEngine(device, self.caches)
@@ -195,6 +200,7 @@ class Engine:
     @uninterrupted
     def step(self) -> list[StreamPiece]:
         """Run one step; returns the pieces that it brought, the ends of aborted requests among them."""
+        began = time.perf_counter()
         self._settle()
         plan = self.scheduler.schedule()
         while self._only_copies(plan):
@@ -215,6 +221,8 @@ class Engine:
                 if tables is not None and tables.num_prepared > tables.num_tokens:
                     self.manager.commit_append(tables, 0)
         self.num_steps += 1
+        decodes = sum(chunk.count == 1 for chunk in plan.chunks)
+        self.scheduler.budget.note(decodes, plan.num_tokens - decodes, time.perf_counter() - began)
         if grown:
             self._peak_waste = [group_stats(self.manager, group).waste_slots for group in range(len(peaks))]
         pieces, self._pending = self._pending, []

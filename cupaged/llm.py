@@ -40,6 +40,7 @@ class LLM:
     prefix_cache: complete blocks stay findable by their tokens until room is needed, so that a prompt that begins as an
     earlier one (or its answer) is computed from there on only.
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
+    pace: beside sequences that decode, prompt chunks make a step at most so many times (2) as long; 1000: no limit.
     tokenizer: False leaves it unread, for programs with token ids of their own. progress: called with `ProgressEvent`s
     while loading.
 
@@ -64,13 +65,14 @@ class LLM:
         quantize: str | None = None,
         prefix_cache: bool = True,
         tokenizer: bool = True,
+        pace: float | None = None,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
-            swap_memory, quantize, prefix_cache, tokenizer,
+            swap_memory, quantize, prefix_cache, tokenizer, pace,
         )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}

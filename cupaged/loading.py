@@ -26,6 +26,8 @@ QUANTISATIONS = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
 MAX_BLOCK_SIZE = 256
 DEFAULT_BATCH_TOKENS = 512
 DEFAULT_SEQUENCES = 64
+DEFAULT_PACE = 2.0
+NO_PACE = 1000  # no limit
 _NAMED = 3  # tensors in a warning; the rest is counted
 
 
@@ -59,6 +61,7 @@ class LoadOptions:
     quantize: str | None = None
     prefix_cache: bool = True
     tokenizer: bool = True
+    pace: float | None = None
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -88,6 +91,9 @@ class LoadOptions:
         for name in ("prefix_cache", "tokenizer"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}: {shown(getattr(self, name))} is not True or False")
+        pace = DEFAULT_PACE if self.pace is None else self.pace
+        if isinstance(pace, bool) or not isinstance(pace, int | float) or not 1 <= pace <= NO_PACE:
+            raise OptionError(f"pace: {shown(self.pace)} is not a number in 1..{NO_PACE}")
         for name in ("kv_memory", "swap_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name), 1 << 62)
@@ -174,6 +180,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
             max_model_len=memory.max_model_len, max_tokens=max_tokens, max_sequences=max_sequences, eos_ids=eos,
             make_detokenizer=None if tokenizer is None else tokenizer.detokenizer,
             encode=None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False),
+            pace=math.inf if options.pace == NO_PACE else options.pace or DEFAULT_PACE,
         )  # fmt: skip
     except BaseException:
         device.close()

@@ -16,11 +16,13 @@ Policy only: blocks are the manager's, arrays the device's.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cupaged.ahead import Ahead
+from cupaged.budget import TokenBudget
 from cupaged.errors import OutOfBlocks
 from cupaged.foresight import Foresight
 from cupaged.memory import BlockManager, Match, PlanItem, blocks_for
@@ -88,6 +90,7 @@ class Scheduler:
         self.foresight: Foresight | None = None  # None: admit what fits at present, take blocks as they are needed
         self.ahead: Ahead | None = None
         self.look_ahead(True)
+        self.budget = TokenBudget(math.inf)  # prompts take all that decodes leave of a step
 
     def look_ahead(self, wanted: bool) -> None:
         """Predict lengths, to admit requests and to take blocks by; or do not. Counters begin anew."""
@@ -146,9 +149,11 @@ class Scheduler:
         self.step += 1
         draft = Draft(self.max_tokens, [0] * len(self.manager.groups))
         self.room.fetch_ahead(draft)
-        for decoding in (True, False):
-            for request in list(self.running):
-                self._take_request(draft, request, decoding)
+        for request in list(self.running):
+            self._take_request(draft, request, decoding=True)
+        draft.budget = self.budget.prompt_tokens(len(draft.chunks), draft.budget)
+        for request in list(self.running):
+            self._take_request(draft, request, decoding=False)
         self._admit(draft)
         if self.foresight is not None and self.waiting and self.foresight.is_holding(self.waiting[0]):
             spare = [0 if self.ahead is None else self.ahead.unused(g) for g in range(len(self.manager.pools))]

@@ -56,6 +56,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--block-size": (*NOT_WHOLE, *ABOVE_ZERO, "257"),
     "--max-model-len": (*NOT_WHOLE, *ABOVE_ZERO, "2147483648"),
     "--max-batch-tokens": (*NOT_WHOLE, *ABOVE_ZERO, "65537"),
+    "--pace": ("0.99", "-1", "1001"),
     "--max-sequences": (*NOT_WHOLE, *ABOVE_ZERO, "4097"),
     "--kv-memory": ("-1", "0", "0.5", "-1MiB", "101%", "1XB", "1e9"),
     "--swap-memory": ("-1", "0", "0.5", "-1MiB", "101%", "1XB", "1e9"),
