@@ -121,8 +121,7 @@ class AsyncEngine:
         self._worker.check()
         text, ids, checked = self._llm.check(prompt, params)
         until = None if deadline is None else time.monotonic() + deadline
-        self._worker.submit(Submission(stream.request_id, text, ids, checked, priority, until, stream))
-        stream.submitted = True
+        stream.ticket = self._worker.submit(Submission(stream.request_id, text, ids, checked, priority, until, stream))
 
     # -- about
 
@@ -169,7 +168,7 @@ class _Stream:
 
     def __init__(self, worker: Worker, request_id: str) -> None:
         self.request_id = request_id
-        self.submitted = False
+        self.ticket: int | None = None  # the worker's, once the request was handed in
         self._worker = worker
         self._pieces: deque[StreamPiece] = deque()
         self._output: RequestOutput | None = None
@@ -187,8 +186,8 @@ class _Stream:
         """Nobody reads on: end the request if it has not."""
         if not self._closed:
             self._closed = True
-            if self.submitted and self._output is None:
-                self._worker.abandon(self.request_id)
+            if self.ticket is not None and self._output is None:
+                self._worker.abandon(self.request_id, self.ticket)
 
     def __del__(self) -> None:
         self._abandon()
@@ -210,6 +209,8 @@ class AsyncStream(_Stream):
         return self
 
     async def __anext__(self) -> StreamPiece:
+        if asyncio.get_running_loop() is not self.loop:  # it would wait for ever
+            raise OptionError(f"request {self.request_id}: its stream belongs to the event loop that made it")
         try:
             while not self._pieces:
                 if self._output is not None or self._closed:

@@ -11,12 +11,14 @@ import heapq
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cupaged.errors import CupagedError, DeviceError, QueueFullError, RequestError, shown
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """Where a request's pieces go. `deliver` is called by the worker, and must neither wait nor raise."""
+    """Where a request's pieces go. `deliver` is called by the worker, and must neither wait nor raise.
+
+    The worker keeps no reader alive: one that nobody else holds is collected, and ends its request (`abandon`).
+    """
 
     loop: Any  # an asyncio event loop, or None
 
@@ -48,6 +53,14 @@ class Submission:
     reader: Reader
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Who reads a request. An id may be used again once its request has ended; a ticket is of one request alone."""
+
+    ticket: int
+    reader: weakref.ref[Reader]
+
+
 @dataclass(slots=True)
 class _Mailbox:
     """Commands not yet taken. Guarded by `ready`."""
@@ -65,8 +78,9 @@ class Worker:
         self._llm = llm
         self._max_requests = max_requests
         self._mail = _Mailbox()
-        self._readers: dict[str, Reader] = {}  # of requests that have not ended; guarded by the mailbox's lock
-        self._deadlines: list[tuple[float, str]] = []
+        self._readers: dict[str, _Reading] = {}  # of requests that have not ended; guarded by the mailbox's lock
+        self._tickets = count()
+        self._deadlines: list[tuple[float, int, str]] = []  # when, ticket, request id
         self._broken: BaseException | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="cupaged-engine", daemon=True)
@@ -80,8 +94,9 @@ class Worker:
         with self._mail.ready:
             self._check_open()
 
-    def submit(self, submission: Submission) -> None:
-        """Hand in a request that was checked. QueueFullError, RequestError (id in use) or DeviceError (closed)."""
+    def submit(self, submission: Submission) -> int:
+        """Hand in a request that was checked; its ticket. QueueFullError, RequestError (id in use) or DeviceError
+        (closed)."""
         self._check_process()
         with self._mail.ready:
             self._check_open()
@@ -92,26 +107,34 @@ class Worker:
                     f"{len(self._readers)} requests are running or waiting, max_requests={self._max_requests}; "
                     "try again later"
                 )
-            self._readers[submission.request_id] = submission.reader
-            self._post(lambda: self._add(submission))
+            ticket = next(self._tickets)
+            self._readers[submission.request_id] = _Reading(ticket, weakref.ref(submission.reader))
+            self._post(lambda: self._add(submission, ticket))
+            return ticket
 
     def abort(self, request_id: str) -> Future[bool]:
         """Have a request ended; the future tells whether it was running or waiting."""
         self._check_process()
         done: Future[bool] = Future()
+
+        def command() -> None:
+            ended = self._llm.engine.abort(request_id)
+            if done.set_running_or_notify_cancel():  # else whoever asked was cancelled meanwhile
+                done.set_result(ended)
+
         with self._mail.ready:
             if request_id not in self._readers or self._mail.stop:
                 done.set_result(False)
             else:
-                self._post(lambda: done.set_result(self._llm.engine.abort(request_id)))
+                self._post(command)
         return done
 
-    def abandon(self, request_id: str) -> None:
+    def abandon(self, request_id: str, ticket: int) -> None:
         """`abort` where nobody reads on, from wherever a garbage collector runs: waits for nothing."""
         if self._pid == os.getpid():
             with self._mail.ready:  # reentrant: this very thread may hold it
-                if request_id in self._readers and not self._mail.stop:
-                    self._post(lambda: self._drop(request_id))
+                if self._reads(request_id, ticket) and not self._mail.stop:
+                    self._post(lambda: self._drop(request_id, ticket))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Have something done between two steps, by the thread that owns the engine."""
@@ -119,6 +142,8 @@ class Worker:
         done: Future[Any] = Future()
 
         def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(function())
             except Exception as error:  # the caller's, not the worker's
@@ -150,15 +175,24 @@ class Worker:
             return not self._thread.is_alive()
         return True
 
+    def _reads(self, request_id: str, ticket: int) -> bool:
+        reading = self._readers.get(request_id)
+        return reading is not None and reading.ticket == ticket
+
     def _post(self, command: Callable[[], None]) -> None:
         self._mail.commands.append(command)
         self._mail.ready.notify()
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise DeviceError(f"the engine has stopped: {self._broken}")
+            raise DeviceError(f"the engine has stopped: {self._cause}")
         if not self._mail.open:
             raise DeviceError("this engine was closed")
+
+    @property
+    def _cause(self) -> str:
+        error = self._broken
+        return str(error) if isinstance(error, CupagedError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -178,8 +212,8 @@ class Worker:
                         self._mail.ready.wait()
                     commands, self._mail.commands = self._mail.commands, deque()
                     stop = self._mail.stop
-                for command in commands:
-                    command()
+                while commands:  # none is kept once it has run: it holds the reader that it came from
+                    commands.popleft()()
                 if stop:
                     self._abort_all()
                 self._abort_late()
@@ -198,7 +232,7 @@ class Worker:
     def _finished(self) -> bool:
         return not (self._mail.open or self._mail.commands or self._readers)
 
-    def _add(self, submission: Submission) -> None:
+    def _add(self, submission: Submission, ticket: int) -> None:
         request_id = submission.request_id
         try:
             self._llm.engine.add_request(
@@ -208,19 +242,21 @@ class Worker:
             self._tell_error(request_id, str(error))
             return
         if submission.deadline is not None:
-            heapq.heappush(self._deadlines, (submission.deadline, request_id))
+            heapq.heappush(self._deadlines, (submission.deadline, ticket, request_id))
 
-    def _drop(self, request_id: str) -> None:
-        self._llm.engine.forget(request_id)
+    def _drop(self, request_id: str, ticket: int) -> None:
         with self._mail.ready:
-            self._readers.pop(request_id, None)
+            if not self._reads(request_id, ticket):  # it ended meanwhile; its id may be another request's by now
+                return
+            del self._readers[request_id]
+        self._llm.engine.forget(request_id)
 
     def _abort_late(self) -> None:
         """End the requests whose deadline has passed."""
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            if request_id in self._readers and deadline <= now:
+            _, ticket, request_id = heapq.heappop(self._deadlines)
+            if self._reads(request_id, ticket):
                 self._llm.engine.abort(request_id, "deadline")
 
     def _abort_all(self) -> None:
@@ -236,13 +272,14 @@ class Worker:
         by_loop: dict[Any, list[Callable[[], None]]] = {}
         for request_id, own in by_request.items():
             with self._mail.ready:
-                reader = self._readers.get(request_id)
+                reading = self._readers.get(request_id)
             output = None
             if own[-1].usage is not None:
                 output = self._llm.engine.request(request_id).output()
                 self._llm.engine.forget(request_id)
                 with self._mail.ready:
                     self._readers.pop(request_id, None)
+            reader = None if reading is None else reading.reader()
             if reader is not None:
                 by_loop.setdefault(reader.loop, []).append(partial(reader.deliver, own, output))
         for loop, deliveries in by_loop.items():
@@ -251,7 +288,8 @@ class Worker:
     def _tell_error(self, request_id: str, message: str) -> None:
         """The one terminal piece of a request that the engine does not know, or no longer."""
         with self._mail.ready:
-            reader = self._readers.pop(request_id, None)
+            reading = self._readers.pop(request_id, None)
+        reader = None if reading is None else reading.reader()
         if reader is not None:
             usage = Usage(0, 0)
             piece = StreamPiece(request_id, 0, "", finish_reason="error", usage=usage)
@@ -272,7 +310,7 @@ class Worker:
         with self._mail.ready:
             names = list(self._readers)
         for name in names:
-            self._tell_error(name, f"request {name}: the engine has stopped: {self._broken}")
+            self._tell_error(name, f"request {name}: the engine has stopped: {self._cause}")
 
 
 def _deliver(loop: Any, deliveries: list[Callable[[], None]]) -> None:
