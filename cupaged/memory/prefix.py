@@ -122,7 +122,7 @@ class PrefixIndex:
 
         Where the tree has the same tokens already, the sequence goes over to the tree's blocks and frees its own: the
         K/V in them are the same. So a sequence uses every node on its path, and what nobody uses can all be evicted.
-        Blocks that are not on the device end it.
+        Blocks that are not on the device end it, and those that stand under another salt: a block has one place.
         """
         stored = tables.num_tokens // self.unit
         node, count = self._cursors.get(tables, (None, 0))
@@ -134,6 +134,9 @@ class PrefixIndex:
             if blocks is None:
                 break
             child = node.children.get(key)
+            listed = (self._by_block.get((group, ref)) for group, refs in enumerate(blocks) for ref in refs)
+            if any(other is not None and other is not child for other in listed):
+                break  # of a sequence with another salt, from which this one was forked
             if child is None:
                 if node.parent is None:
                     self._roots[salt] = node

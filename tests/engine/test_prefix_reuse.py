@@ -191,3 +191,23 @@ def test_prefix_cache_is_checked_and_can_be_off() -> None:
         assert llm.generate([ids], greedy())[0].usage.cached_tokens == 0
         pool = llm.engine.stats().groups[0].pool
         assert (pool.free, pool.cached) == (pool.total, 0)
+
+
+def test_a_fork_may_have_another_salt() -> None:
+    ids, more = prompt(70), prompt(9, seed=1)
+    with tiny(kv_memory=16 * 12288) as llm:  # 16 blocks: both lines fill them, and what is kept has to go
+        engine = llm.engine
+        root = engine.add_request(ids, greedy(40, cache_salt="a"))
+        for _ in range(12):
+            engine.step()
+        branch = engine.fork(root, more, greedy(40, cache_salt="b"))
+        while engine.has_work:
+            engine.step()
+        forked = engine.request(branch).output()
+        ids_of_branch = list(forked.prompt_token_ids)
+        engine.forget(root), engine.forget(branch)
+        engine.check_idle()
+        again = llm.generate([prompt(200, seed=2)], greedy(20, cache_salt="b"))[0]
+        engine.check_idle()
+    same(forked, cold(ids_of_branch, greedy(40)))
+    same(again, cold(prompt(200, seed=2), greedy(20)))

@@ -242,3 +242,24 @@ def test_random_use_finds_the_longest_prefix_that_is_there(sizes: tuple[int, ...
         assert pool.num_free + pool.num_cached == pool.num_blocks
     memory.index.clear()
     assert all(pool.num_free == pool.num_blocks for pool in memory.manager.pools)
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+def test_a_fork_of_another_salt_leaves_the_index_whole(other_first: bool) -> None:
+    """A block stands in one place of the tree, and whoever uses a unit uses all before it, whatever is forked."""
+    memory = Memory(16)
+    tokens = list(range(100, 112))
+    parent = memory.store(tokens, salt="a")
+    other = memory.store(tokens[:4], salt="b") if other_first else None
+    child = memory.manager.fork(parent)
+    memory.index.insert(tokens, child, "b")
+    memory.check()
+    assert memory.index.match(tokens, 12, "b").num_tokens == (4 if other_first else 0)
+    memory.free(parent)
+    memory.check()
+    for tables in filter(None, (child, other)):
+        memory.free(tables)
+        memory.check()
+    pool = memory.manager.pools[0]
+    pool.allocate_many(pool.num_available)  # all that counts as available can be had
+    assert pool.num_available == 0
