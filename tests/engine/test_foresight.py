@@ -35,7 +35,7 @@ def test_quantiles_are_those_of_the_last_lengths(seed: int) -> None:
             assert sum(length <= answer for length in above) >= quantile * len(above)
 
 
-def test_a_prediction_is_by_class_then_by_all_then_by_the_limit() -> None:
+def test_a_prediction_is_by_class_then_by_all_then_by_what_it_has_reached() -> None:
     predictor = LengthPredictor(quantile=0.5)
     for _ in range(FEWEST - 1):
         predictor.add(prompt=100, output=10)
@@ -49,7 +49,7 @@ def test_a_prediction_is_by_class_then_by_all_then_by_the_limit() -> None:
     assert predictor.remaining(prompt=4, done=0, most=500) == 40 + FEWEST
     assert predictor.remaining(prompt=4, done=40, most=500) == 1 + FEWEST  # of those above 40
     assert predictor.remaining(prompt=4, done=40, most=3) == 3
-    assert predictor.remaining(prompt=4, done=60, most=500) == 500  # few have ever been longer
+    assert predictor.remaining(prompt=4, done=60, most=500) == 60  # few have ever been longer: as long again
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -109,6 +109,17 @@ def test_a_preemption_counts_as_avoided_when_the_blocks_have_run_out() -> None:
     # Both would have 17 tokens, or one less and the next to come: 5 blocks each, or 5 and 4 in 8.
     assert len(running.tokens) in (16, 17, 18)
     assert bench.requests[1].state is RequestState.WAITING
+
+
+def test_long_ones_of_unknown_length_do_not_keep_others_out_of_an_empty_pool() -> None:
+    bench = Bench(blocks=100, block_size=4)
+    taught(bench, 2)
+    bench.add(prompt=4, new=390)
+    for _ in range(10):
+        bench.step()
+    late = bench.add(prompt=4, new=2)
+    bench.step()
+    assert late.state is RequestState.RUNNING
 
 
 def test_an_end_before_the_peak_makes_room() -> None:
