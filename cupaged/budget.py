@@ -23,7 +23,7 @@ from collections import deque
 from statistics import median
 
 FLOOR = 16  # prompt tokens
-GRAIN = 16  # chunks are multiples of so many: kernels compute rows in groups
+GRAIN = 8  # chunks are multiples of so many: kernels compute rows in groups
 RECENT = 9  # steps of decodes alone of which the median is taken
 LATEST = 5  # of steps with prompts: what a token costs grows with the context before it
 FEWEST_TOKENS = 8  # prompt tokens of a step that tells what one costs: fewer are lost in the noise

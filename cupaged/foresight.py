@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 WINDOW = 256  # lengths that are remembered of a class of prompts
 FEWEST = 8  # lengths from which a quantile is taken
 # Of the lengths that a sequence may still reach, the one to reckon with. Low: blocks come back all the time, and those
-# that are kept free for a long answer stand idle. On lengths as ShareGPT's this avoids two of three preemptions at under
-# 1 % of the throughput; larger quantiles avoid more and cost more.
+# that are kept free for a long answer stand idle. On lengths as ShareGPT's this avoids two of three preemptions at
+# under 1 % of the throughput; larger quantiles avoid more and cost more.
 QUANTILE = 0.2
 PATIENCE = 8  # steps until a request that is held back is looked at again, if nobody ends before
 
