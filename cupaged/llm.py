@@ -77,6 +77,7 @@ class LLM:
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}
         self._dropped: deque[str] = deque()
+        self._owner: threading.Thread | None = None  # an AsyncEngine's worker: it alone runs steps then
         self._loaded: LoadedModel | None = load_model(weights, options, progress)
 
     # -- generating
@@ -236,6 +237,7 @@ class LLM:
         with self._lock:
             if self._loaded is None:
                 return
+            self._check_owner()
             for request_id in list(self._queues):
                 self._loaded.engine.abort(request_id)
             self._queues.clear()
@@ -307,8 +309,13 @@ class LLM:
         return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
 
     def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> str:
+        self._check_owner()
         self._sweep()
         return self._watch(self._model.engine.add_request(ids, params, prompt=text))
+
+    def _check_owner(self) -> None:
+        if self._owner is not None and self._owner is not threading.current_thread():
+            raise DeviceError("this LLM belongs to an AsyncEngine: use generate, submit and close of that")
 
     def _watch(self, request_id: str) -> str:
         self._queues[request_id] = deque()

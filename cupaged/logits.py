@@ -67,11 +67,15 @@ def completes(words: Sequence[int], output: Sequence[int]) -> bool:
 
 def _processed(logits: Array, params: SamplingParams, tokens: Sequence[int]) -> Array:
     assert params.logits_processor is not None
-    result = params.logits_processor(list(tokens), logits)
+    try:
+        result = params.logits_processor(list(tokens), logits)
+    except Exception as error:
+        raise StepError(f"the logits_processor raised {type(error).__name__}: {error}".rstrip(": ")) from error
     if result is None:
         return logits
     try:
-        changed = np.asarray(result, np.float32)
+        with np.errstate(over="ignore"):  # what becomes infinite is named by the caller
+            changed = np.asarray(result, np.float32)
     except (TypeError, ValueError) as error:
         raise StepError(f"the logits_processor returned {type(result).__name__}, not logits ({error})") from None
     if changed.shape != logits.shape:

@@ -35,6 +35,10 @@ class Registry:
         priority: int,
     ) -> Request:  # fmt: skip
         ids = self.checks.check(prompt_ids, params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority: {shown(priority)} is not a whole number")
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise RequestError(f"request id {shown(request_id)}: a string that is not empty is needed")
         if request_id is None:
             request_id = next(name for name in self._names if name not in self.by_id)
         elif request_id in self.by_id:

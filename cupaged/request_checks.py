@@ -25,9 +25,15 @@ class RequestChecks:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as plain ints; RequestError (CapacityError for lengths) if it cannot be served."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: {shown(params)} is not SamplingParams")
+        try:
+            listed = list(prompt_ids)
+        except TypeError:
+            raise RequestError(f"prompt: {shown(prompt_ids)} is not a list of token ids") from None
         vocab = self.vocab_size
         ids = []
-        for index, token in enumerate(prompt_ids):
+        for index, token in enumerate(listed):
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
                 raise RequestError(f"prompt: item {index} is {shown(token)}, not a token id")
             if not 0 <= token < vocab:

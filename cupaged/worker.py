@@ -84,6 +84,7 @@ class Worker:
         self._broken: BaseException | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="cupaged-engine", daemon=True)
+        llm._owner = self._thread
         self._thread.start()
 
     # -- called by others
@@ -168,9 +169,14 @@ class Worker:
             self._mail.stop = self._mail.stop or not drain
             self._mail.ready.notify()
 
+    @property
+    def here(self) -> bool:
+        """Whether the caller is this very thread (a logits processor), which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the worker's end, after `close`. False if it still runs."""
-        if self._pid == os.getpid() and threading.current_thread() is not self._thread:
+        if self._pid == os.getpid() and not self.here:
             self._thread.join(timeout)
             return not self._thread.is_alive()
         return True

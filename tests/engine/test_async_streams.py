@@ -13,7 +13,7 @@ from checkpoints import DATA
 
 from cupaged import SamplingParams
 from cupaged.async_engine import AsyncEngine
-from cupaged.errors import OptionError
+from cupaged.errors import DeviceError, OptionError
 
 PROMPT = [5, 7, 11]
 SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -141,3 +141,24 @@ def test_what_stopped_an_engine_is_named(engine: AsyncEngine, error: BaseExcepti
     options = SamplingParams(max_tokens=3, logits_processor=processor)
     failed = engine.submit(PROMPT, options).result()
     assert failed.error is not None and f"the engine has stopped: {type(error).__name__}" in failed.error
+
+
+def test_a_processor_that_waits_for_its_own_engine_is_told_so(engine: AsyncEngine) -> None:
+    def processor(_: Any, __: Any) -> None:
+        engine.submit(PROMPT, SHORT).result()
+
+    stream = engine.submit(PROMPT, SamplingParams(max_tokens=3, logits_processor=processor))
+    waiting = threading.Thread(target=stream.result, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    output = stream.output()
+    assert output is not None and output.error is not None and "cannot wait for a result" in output.error
+    assert engine.submit(PROMPT, SHORT).result().finish_reason == "length"
+
+
+@pytest.mark.parametrize("what", ["generate", "stream", "close"])
+def test_the_model_beneath_an_engine_is_left_to_it(engine: AsyncEngine, what: str) -> None:
+    running = engine.submit(PROMPT, LONG)
+    with pytest.raises(DeviceError, match="this LLM belongs to an AsyncEngine"):
+        getattr(engine.llm, what)(*([] if what == "close" else [PROMPT]))
+    assert running.result().finish_reason == "length"

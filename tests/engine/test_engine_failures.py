@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine_support import Job, greedy, prompt, tiny
 from recording import alone, run
 
 from cupaged import LLM, SamplingParams
+from cupaged.errors import RequestError
 from cupaged.scheduler import Chunk
 
 
@@ -130,3 +132,35 @@ def test_Q06_a_seed_gives_the_same_text_alone_and_among_others() -> None:
         assert len(texts) == 8
         fresh = {tuple(llm.generate([prompt(6)], sampled(None))[0].token_ids) for _ in range(4)}
         assert len(fresh) == 4  # without a seed each request gets one of its own
+
+
+ONE = SamplingParams(max_tokens=1, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((None, ONE), {}, "prompt: None is not a list of token ids"),
+        ((5, ONE), {}, "prompt: 5 is not a list of token ids"),
+        (([5], None), {}, "params: None is not SamplingParams"),
+        (([5], {"n": 2}), {}, "params: {'n': 2} is not SamplingParams"),
+        (([5], ONE, 5), {}, "request id 5: a string that is not empty is needed"),
+        (([5], ONE, ""), {}, "request id '': a string that is not empty is needed"),
+        (([5], ONE, "a"), {"priority": "high"}, "priority: 'high' is not a whole number"),
+    ],
+)
+def test_what_is_no_request_is_refused_and_leaves_nothing(args: Any, options: Any, message: str) -> None:
+    with tiny() as llm:
+        with pytest.raises(RequestError, match=re.escape(message)):
+            llm.engine.add_request(*args, **options)
+        assert not llm.engine.has_work
+        llm.engine.forget(llm.engine.add_request([5], ONE, "a"))  # the id is not in use
+
+
+def test_what_a_processor_raised_is_said_to_be_its() -> None:
+    def processor(_: Any, __: Any) -> None:
+        raise StopIteration
+
+    with tiny() as llm:
+        (output,) = llm.generate([[5, 7]], SamplingParams(max_tokens=2, logits_processor=processor))
+    assert output.error is not None and output.error.endswith("the logits_processor raised StopIteration")
