@@ -96,7 +96,12 @@ def run(args: list[str]) -> int:
         except Exception as error:
             if interrupt.hit:  # what became of the KeyboardInterrupt on its way here
                 return interrupt.finish()
-            return errors.report(error, debug=settings.debug)
+            code = errors.report(error, debug=settings.debug)
+            try:
+                return _flushed(code)
+            except OSError:  # a full disk: what was not taken will not be, and the interpreter would complain again
+                _discard_output()
+                return code
 
 
 def _flushed(code: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from cupaged.cli.errors import note
 
 DELAY_SECONDS = 1.0
-TITLES = {"kernels": "compiling kernels, once for this processor", "weights": "loading weights"}
+TITLES = {"kernels": "compiling kernels, once for this processor and kind of model", "weights": "loading weights"}
 
 
 class Event(Protocol):

@@ -105,7 +105,8 @@ def plan_memory(
     else:
         budget = parse_bytes("kv_memory", kv_memory, available)
     if not block_bytes <= budget <= available:
-        raise OptionError(f"kv_memory: {budget:,} bytes: {room}")
+        wrong = "too little" if budget < block_bytes else "too much"
+        raise OptionError(f"kv_memory: {budget:,} bytes are {wrong}: {room}")
     num_blocks = min(budget // block_bytes, MAX_FRAMES)
     left = available - num_blocks * block_bytes if host_available is None else host_available
     host_blocks = _host_blocks(swap_memory, block_bytes, left)
@@ -124,9 +125,10 @@ def _host_blocks(swap_memory: int | str | None, block_bytes: int, available: int
         return 0
     size = parse_bytes("swap_memory", swap_memory, max(0, available))
     if not block_bytes <= size <= available:
+        wrong = "too little" if size < block_bytes else "too much"
         raise OptionError(
-            f"swap_memory: {size:,} bytes: one KV block takes {block_bytes:,}, {max(0, available):,} are available "
-            "beside weights and K/V"
+            f"swap_memory: {size:,} bytes are {wrong}: one KV block takes {block_bytes:,}, {max(0, available):,} are "
+            "available beside weights and K/V"
         )
     return min(size // block_bytes, MAX_FRAMES)
 

@@ -89,18 +89,20 @@ def convert(
 
 def check_target(target: Path) -> None:
     """OptionError unless `target` can become a new folder: absent or empty, in a folder that is there."""
+    wrong = None
     try:
         os.path.realpath(target)  # says, unlike exists(), what is wrong with a name
         if target.is_dir():
             if any(target.iterdir()):
-                raise OptionError(f"target {quote(str(target))}: the folder is not empty; give a new or an empty one")
+                wrong = "the folder is not empty; give a new or an empty one"
         elif target.exists() or target.is_symlink():
-            raise OptionError(f"target {quote(str(target))}: is not a folder; give a new or an empty one")
+            wrong = "is not a folder; give a new or an empty one"
         elif not target.absolute().parent.is_dir():
-            raise OptionError(f"target {quote(str(target))}: there is no folder {target.absolute().parent}")
+            wrong = f"there is no folder {target.absolute().parent}"
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"target {quote(str(target))}: cannot be looked at ({reason})") from None
+        wrong = f"cannot be looked at ({getattr(error, 'strerror', None) or error})"
+    if wrong is not None:
+        raise OptionError(f"target {quote(str(target))}: {wrong}")
 
 
 @contextlib.contextmanager

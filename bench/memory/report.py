@@ -110,7 +110,7 @@ def check_picture(path: Path) -> None:
     if not path.parent.is_dir():
         raise OptionError(f"cannot write {shown(str(path))}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError('a picture needs matplotlib: pip install "cupaged[bench]"')
+        raise OptionError("a picture needs matplotlib: pip install matplotlib")
 
 
 def draw_picture(outcomes: Sequence[Outcome], title: str, path: Path) -> None:

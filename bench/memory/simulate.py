@@ -80,8 +80,8 @@ def simulate(
         progress(finished, len(trace))
     if sums.steps < 20:
         raise OptionError(
-            f"{allocator.name}: {len(trace)} requests are too few: {most // width} run at once, and when those that "
-            f"start together are through, the queue is empty within {sums.steps} steps"
+            f"{allocator.name}: {len(trace)} requests are too few, give more: {most // width} run at once, and when "
+            f"those that start together are through, the queue is empty within {sums.steps} steps"
         )
     total = allocator.slots * sums.steps
     return Outcome(

@@ -124,7 +124,7 @@ def test_a_model_without_tokenizer_works_with_ids_and_refuses_what_needs_text() 
         assert llm.tokenizer is None
         output = llm.generate([[4, 5, 6]], greedy(3))[0]
         assert (output.text, output.prompt, len(output.token_ids)) == ("", None, 3)
-        with pytest.raises(RequestError, match="no tokenizer; give token ids instead of text"):
+        with pytest.raises(RequestError, match="no tokenizer; give token ids, not text"):
             llm.generate("hello")
         with pytest.raises(RequestError, match="stop: this model has no tokenizer"):
             llm.generate([[4, 5, 6]], greedy(3, stop="x"))
