@@ -1,7 +1,8 @@
 """The implementations that the conformance suite is run on.
 
 "cuda" and "cuda-tensor" are the CUDA C kernels on the test bench's emulator: as the launch layer chooses for the case,
-and with tensor cores for any number of heads.
+and with tensor cores for any number of heads. "cuda-ptx" and "cuda-tensor-ptx" are the same two as NVRTC compiled them,
+interpreted: attention alone, whose kernels are those with inline asm.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-IMPLEMENTATIONS = ["reference", "cpu", "cuda", "cuda-tensor"]
+from cupaged.kernels.cuda.attention import TENSOR_GROUP
+
+IMPLEMENTATIONS = ["reference", "cpu", "cuda", "cuda-tensor", "cuda-ptx", "cuda-tensor-ptx"]
 # Tests of attention that "cuda" runs without tensor cores, having fewer than four heads a KV head.
 TENSOR_TESTS = (
     "test_prefill_chunks_and_decode_give_the_same_bits",
@@ -25,6 +28,17 @@ TENSOR_TESTS = (
     "test_K08_contents_of_unused_slots_do_not_matter",
     "test_nan_reaches_the_rows_that_see_it_and_no_other",
     "test_blocks_of_several_pools_give_the_same_bits",
+)
+# Of test_kernel_attention.py, left out where the interpreter takes minutes for what other cases show.
+LONG_WHEN_INTERPRETED = (
+    "test_nan_reaches_the_rows_that_see_it_and_no_other",
+    "test_blocks_of_several_pools_give_the_same_bits[cuda-ptx",
+)
+QUICK_WHEN_INTERPRETED = (  # of the interpreter's tests, those of the default run
+    "test_K07_K21_row_without_a_visible_key_is_zero",
+    "test_K08_contents_of_unused_slots_do_not_matter[cuda-ptx-float32-nan",
+    "test_K08_contents_of_unused_slots_do_not_matter[cuda-tensor-ptx-bfloat16-nan",
+    "test_P10_table_order_is_followed",
 )
 # Left to the slow run where the emulator takes long and a cheaper case shows the same.
 SLOW_WHEN_EMULATED = (
@@ -42,6 +56,19 @@ SLOW_WHEN_EMULATED = (
 )
 
 
+def need_library() -> None:
+    """Skips without NVRTC, unless it must be there."""
+    from cudabench import BenchMissing
+    from cudabench.nvrtc import library
+
+    try:
+        library()
+    except BenchMissing as error:
+        if os.environ.get("CUDABENCH") == "required":
+            raise
+        pytest.skip(f"CUDA C compiled by NVRTC: {error}")
+
+
 def make_operations(name: str) -> Any:
     if name == "reference":
         from cupaged.kernels.reference import ReferenceOperations
@@ -51,8 +78,14 @@ def make_operations(name: str) -> Any:
         if shutil.which("g++") is None and os.environ.get("CUDABENCH") != "required":
             pytest.skip("no g++, which runs the CUDA C kernels on the CPU")
         from emulated import emulated_operations
+        from interpreted import interpreted_operations
 
-        return emulated_operations(tensor_cores=True if name == "cuda-tensor" else None)
+        if name.endswith("-ptx"):
+            need_library()
+        make = interpreted_operations if name.endswith("-ptx") else emulated_operations
+        operations = make(tensor_cores=True if name.startswith("cuda-tensor") else None)
+        operations.forced_tensor_cores = name.startswith("cuda-tensor")
+        return operations
     from cupaged.device import get_device
 
     return get_device("cpu").ops
@@ -64,17 +97,36 @@ def ops(request: pytest.FixtureRequest) -> Any:
     return make_operations(request.param)
 
 
+@pytest.fixture(scope="session")
+def storage(ops: Any) -> str:
+    """The type of K and V where a test has no other wish: float32, but for tensor cores, which do not take it."""
+    return "float16" if getattr(ops, "forced_tensor_cores", False) else "float32"
+
+
+@pytest.fixture(scope="session")
+def is_interpreted(ops: Any) -> bool:
+    """The kernels are interpreted PTX: a test may be content with less."""
+    return type(getattr(ops, "backend", None)).__name__ == "InterpretedBackend"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tensor cores are for attention with 16-bit K and V. What the emulator takes long for is left to `-m slow`."""
+    """Tensor cores are for attention with 16-bit K and V. What the bench takes long for is left to `-m slow`."""
     kept = []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         name = str(parameters.get("ops", ""))
-        if name == "cuda-tensor":
-            case = parameters.get("case", parameters)
-            if not item.name.startswith(TENSOR_TESTS) or case.get("dtype") == "float32":
+        case = parameters.get("case", parameters)
+        on_tensor_cores = item.name.startswith(TENSOR_TESTS) and case.get("dtype") != "float32"
+        if name.startswith("cuda-tensor") and not on_tensor_cores:
+            continue
+        if name.endswith("-ptx"):
+            same = name == "cuda-tensor-ptx" and case.get("group", 1) >= TENSOR_GROUP  # as "cuda-ptx" runs it
+            elsewhere = item.path.name != "test_kernel_attention.py" or "refused" in item.name  # nothing is launched
+            if same or elsewhere or item.name.startswith(LONG_WHEN_INTERPRETED):
                 continue
-        if name.startswith("cuda") and any(item.name.startswith(slow) for slow in SLOW_WHEN_EMULATED):
+            if not item.name.startswith(QUICK_WHEN_INTERPRETED):
+                item.add_marker(pytest.mark.slow)
+        elif name.startswith("cuda") and any(item.name.startswith(slow) for slow in SLOW_WHEN_EMULATED):
             item.add_marker(pytest.mark.slow)
         kept.append(item)
     items[:] = kept

@@ -10,6 +10,7 @@ from cudabench.errors import BenchError, KernelFault
 from cudabench.ptx.instructions import execute
 from cudabench.ptx.memory import Memory
 from cudabench.ptx.parse import BYTES, DTYPES, Entry, Instruction
+from cudabench.ptx.warps import Copy
 
 WARP_OPERATIONS = {"shfl", "vote", "mma", "ldmatrix", "match", "redux", "activemask"}
 
@@ -37,9 +38,8 @@ class Machine:
         self.variables = {**constants, **entry.shared, **entry.local}
         self._immediates: dict[tuple[str, str], np.generic] = {}
         self.lane = thread & 31
-        # cp.async, by thread: groups committed, and the copies of the open one: (shared address, bytes)
-        self.async_groups: list[list[list[tuple[int, np.ndarray]]]] = [[] for _ in range(self.count)]
-        self.async_open: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(self.count)]
+        self.async_groups = np.zeros(self.count, np.int64)  # groups of cp.async that each thread has closed
+        self.async_copies: list[Copy] = []  # those that have not landed
         self.executed = 0
 
     # --- operands

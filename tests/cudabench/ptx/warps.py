@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,16 +92,13 @@ def active(step: Step) -> None:
 
 def ldmatrix(step: Step) -> None:
     """Lane 8m + r gives the address of row r of matrix m; lane l gets elements 2 (l % 4) and the next of row l / 4."""
-    names = step.list(0)
-    address = step.machine.address(str(step.args[1]), step.lanes)
-    for start in range(0, len(step.lanes), 32):
-        lanes = step.lanes[start : start + 32]
-        for number, name in enumerate(names):
-            rows = slice(start + 8 * number, start + 8 * number + 8)
-            raw = step.machine.memory.load("shared", address[rows], 16, lanes[:8], step.text)
-            matrix = raw.view(np.uint16)
-            matrix = np.ascontiguousarray(matrix.T) if "trans" in step.ops else matrix
-            step.machine.put(name, matrix.reshape(32, 2).view(np.uint32)[:, 0], lanes)
+    address, lanes = step.machine.address(str(step.args[1]), step.lanes).reshape(-1, 32), step.lanes.reshape(-1, 32)
+    for number, name in enumerate(step.list(0)):
+        rows = slice(8 * number, 8 * number + 8)
+        raw = step.machine.memory.load("shared", address[:, rows].ravel(), 16, lanes[:, rows].ravel(), step.text)
+        matrices = raw.view(np.uint16).reshape(-1, 8, 8)
+        matrices = np.ascontiguousarray(matrices.swapaxes(1, 2)) if "trans" in step.ops else matrices
+        step.machine.put(name, matrices.reshape(-1, 2).view(np.uint32)[:, 0], step.lanes)
 
 
 def mma(step: Step) -> None:
@@ -110,62 +108,76 @@ def mma(step: Step) -> None:
         raise BenchError(f"PTX instruction not interpreted: {step.text}")
     depth = int(shape[6:])
     group, pair = np.arange(32) >> 2, (np.arange(32) & 3) * 2
-    two = np.arange(2)
-    for start in range(0, len(step.lanes), 32):
-        lanes = step.lanes[start : start + 32]
+    two, warps = np.arange(2), len(step.lanes) // 32
 
-        def halves(name: str, lanes: np.ndarray = lanes) -> np.ndarray:
-            bits = np.ascontiguousarray(step.machine.get(name, "b32", lanes))[:, None].view(np.uint16)
-            wide = (bits.astype(np.uint32) << 16).view(np.float32) if types[1] == "bf16" else bits.view(np.float16)
-            return wide.astype(np.float64)
+    def halves(name: str) -> np.ndarray:
+        bits = np.ascontiguousarray(step.machine.get(name, "b32", step.lanes))[:, None].view(np.uint16)
+        wide = (bits.astype(np.uint32) << 16).view(np.float32) if types[1] == "bf16" else bits.view(np.float16)
+        return wide.astype(np.float64).reshape(warps, 32, 2)
 
-        a, b, c = np.zeros((16, depth)), np.zeros((depth, 8)), np.zeros((16, 8))
-        for i, name in enumerate(step.list(1)):
-            a[(group + 8 * (i & 1))[:, None], (pair + 8 * (i >> 1))[:, None] + two] = halves(name)
-        for i, name in enumerate(step.list(2)):
-            b[(pair + 8 * i)[:, None] + two, group[:, None]] = halves(name)
-        for i, name in enumerate(step.list(3)):
-            c[group + 8 * (i >> 1), pair + (i & 1)] = step.machine.get(name, "f32", lanes)
-        d = (a @ b + c).astype(np.float32)
-        for i, name in enumerate(step.list(0)):
-            step.machine.put(name, d[group + 8 * (i >> 1), pair + (i & 1)], lanes)
+    a, b, c = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8)), np.zeros((warps, 16, 8))
+    for i, name in enumerate(step.list(1)):
+        a[:, (group + 8 * (i & 1))[:, None], (pair + 8 * (i >> 1))[:, None] + two] = halves(name)
+    for i, name in enumerate(step.list(2)):
+        b[:, (pair + 8 * i)[:, None] + two, group[:, None]] = halves(name)
+    for i, name in enumerate(step.list(3)):
+        c[:, group + 8 * (i >> 1), pair + (i & 1)] = step.machine.get(name, "f32", step.lanes).reshape(warps, 32)
+    d = (a @ b + c).astype(np.float32)
+    for i, name in enumerate(step.list(0)):
+        step.machine.put(name, d[:, group + 8 * (i >> 1), pair + (i & 1)].ravel(), step.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A cp.async under way: of each thread its address in shared memory, its bytes, and the number of its group."""
+
+    lanes: np.ndarray
+    group: np.ndarray
+    address: np.ndarray
+    data: np.ndarray
+
+    def part(self, which: np.ndarray) -> Copy:
+        return Copy(self.lanes[which], self.group[which], self.address[which], self.data[which])
 
 
 def async_copy(step: Step) -> None:
     """cp.async: the data land at the wait, as late as they may."""
-    machine = step.machine
+    machine, lanes = step.machine, step.lanes
     if "commit_group" in step.ops:
-        for lane in step.lanes:
-            _commit(step, lane)
-    elif "wait_group" in step.ops or "wait_all" in step.ops:
-        allowed = int(str(step.args[0])) if "wait_group" in step.ops else 0
-        for lane in step.lanes:
-            if "wait_all" in step.ops:
-                _commit(step, lane)
-            groups = machine.async_groups[lane]
-            while len(groups) > allowed:
-                for address, data in groups.pop(0):
-                    where = np.array([lane])
-                    machine.memory.store("shared", np.array([address]), data[None], where, step.text)
+        machine.async_groups[lanes] += 1
+    elif "wait_all" in step.ops:
+        machine.async_groups[lanes] += 1
+        _land(step, 0)
+    elif "wait_group" in step.ops:
+        _land(step, int(str(step.args[0])))
     else:
         size = int(str(step.args[2]))
-        to = machine.address(str(step.args[0]), step.lanes)
-        source = machine.address(str(step.args[1]), step.lanes)
-        count = step.get(3, "u32") if len(step.args) > 3 else np.full(len(step.lanes), size)
-        data = np.zeros((len(step.lanes), size), np.uint8)
+        to = machine.address(str(step.args[0]), lanes)
+        source = machine.address(str(step.args[1]), lanes)
+        count = step.get(3, "u32") if len(step.args) > 3 else np.full(len(lanes), size)
+        data = np.zeros((len(lanes), size), np.uint8)
         whole = count == size
         if whole.any():
-            data[whole] = machine.memory.load("global", source[whole], size, step.lanes[whole], step.text)
+            data[whole] = machine.memory.load("global", source[whole], size, lanes[whole], step.text)
         for i in np.nonzero(~whole & (count > 0))[0]:
             for k in range(int(count[i])):
-                data[i, k] = machine.memory.load("global", source[i : i + 1] + k, 1, step.lanes[i : i + 1], step.text)[
-                    0, 0
-                ]
-        machine.memory.load("shared", to, size, step.lanes, step.text)  # its bounds and alignment
-        for lane, address, values in zip(step.lanes, to, data, strict=True):
-            machine.async_open[lane].append((int(address), values))
+                data[i, k] = machine.memory.load("global", source[i : i + 1] + k, 1, lanes[i : i + 1], step.text)[0, 0]
+        machine.memory.load("shared", to, size, lanes, step.text)  # its bounds and alignment
+        machine.async_copies.append(Copy(lanes, machine.async_groups[lanes], to, data))
 
 
-def _commit(step: Step, lane: int) -> None:
-    step.machine.async_groups[lane].append(step.machine.async_open[lane])
-    step.machine.async_open[lane] = []
+def _land(step: Step, allowed: int) -> None:
+    """The copies of the waiting threads' groups but the last `allowed` arrive, in the order they were issued."""
+    machine = step.machine
+    before = np.zeros(machine.count, np.int64)  # of each thread, the first group that may stay under way
+    before[step.lanes] = machine.async_groups[step.lanes] - allowed
+    under_way = []
+    for copy in machine.async_copies:
+        lands = copy.group < before[copy.lanes]
+        if lands.any():
+            now = copy.part(lands)
+            machine.memory.store("shared", now.address, now.data, now.lanes, step.text)
+            copy = copy.part(~lands)
+        if len(copy.lanes):
+            under_way.append(copy)
+    machine.async_copies = under_way

@@ -16,9 +16,12 @@ class InterpretedBackend(EmulatedBackend):
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
         assert shared_bytes <= self.shared_limit
-        kernel = interpret(
-            sources.FOLDER / source, name, defines=defines, arch=self.architecture, options=sources.NVRTC_OPTIONS
-        )
+        key = (source, name, tuple(sorted(defines.items())))
+        if key not in self._kernels:
+            self._kernels[key] = interpret(
+                sources.FOLDER / source, name, defines=defines, arch=self.architecture, options=sources.NVRTC_OPTIONS
+            )
+        kernel = self._kernels[key]
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Any, shared: int) -> None:
             self.launches.append((name, grid))
@@ -27,6 +30,6 @@ class InterpretedBackend(EmulatedBackend):
         return launch
 
 
-def interpreted_operations(architecture: int = 80) -> Any:
-    """`CudaOperations` on the interpreter."""
-    return emulated_operations(backend=InterpretedBackend(architecture))
+def interpreted_operations(architecture: int = 80, **options: Any) -> Any:
+    """`CudaOperations` on the interpreter; `.backend` has the switches."""
+    return emulated_operations(backend=InterpretedBackend(architecture), **options)
