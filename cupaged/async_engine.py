@@ -262,6 +262,7 @@ class ThreadStream(_Stream):
             while not self._pieces:
                 if self._output is not None or self._closed:
                     raise StopIteration
+                self._worker.check_process()
                 if self._worker.here:
                     raise OptionError(f"request {self.request_id}: a logits processor cannot wait for a result")
                 self._news.wait()

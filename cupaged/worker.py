@@ -91,14 +91,14 @@ class Worker:
 
     def check(self) -> None:
         """DeviceError if no request can be handed in: the engine was closed, has stopped, or stayed with a parent."""
-        self._check_process()
+        self.check_process()
         with self._mail.ready:
             self._check_open()
 
     def submit(self, submission: Submission) -> int:
         """Hand in a request that was checked; its ticket. QueueFullError, RequestError (id in use) or DeviceError
         (closed)."""
-        self._check_process()
+        self.check_process()
         with self._mail.ready:
             self._check_open()
             if submission.request_id in self._readers:
@@ -115,7 +115,7 @@ class Worker:
 
     def abort(self, request_id: str) -> Future[bool]:
         """Have a request ended; the future tells whether it was running or waiting."""
-        self._check_process()
+        self.check_process()
         done: Future[bool] = Future()
 
         def command() -> None:
@@ -139,7 +139,7 @@ class Worker:
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Have something done between two steps, by the thread that owns the engine."""
-        self._check_process()
+        self.check_process()
         done: Future[Any] = Future()
 
         def command() -> None:
@@ -200,7 +200,8 @@ class Worker:
         error = self._broken
         return str(error) if isinstance(error, CupagedError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """DeviceError in a process that was forked since: whoever waited for a piece there would wait for ever."""
         if self._pid != os.getpid():
             raise DeviceError(
                 "this process was forked after the engine was made, and its worker thread stayed with the parent; "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,3 +164,19 @@ def test_the_model_beneath_an_engine_is_left_to_it(engine: AsyncEngine, what: st
     with pytest.raises(DeviceError, match="this LLM belongs to an AsyncEngine"):
         getattr(engine.llm, what)(*([] if what == "close" else [PROMPT]))
     assert running.result().finish_reason == "length"
+
+
+def test_a_stream_read_in_a_forked_child_says_so(engine: AsyncEngine) -> None:
+    go = held(engine)
+    stream = engine.submit(PROMPT, LONG)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # instead of a wait for ever
+        try:
+            stream.result()
+        except DeviceError:
+            os._exit(7)
+        os._exit(1)
+    go()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert stream.result().finish_reason == "length"
