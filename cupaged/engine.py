@@ -14,7 +14,7 @@ from cupaged.budget import TokenBudget
 from cupaged.cache import PagedKVCache
 from cupaged.choosing import Outcome, choose
 from cupaged.device.base import Device
-from cupaged.errors import BlockError, StepError
+from cupaged.errors import BlockError, RequestError, StepError, shown
 from cupaged.forward import ForwardPasses
 from cupaged.interrupts import uninterrupted
 from cupaged.kernels.interface import Array
@@ -116,7 +116,11 @@ class Engine:
         line, tokens = self._registry.line(request_id, index, length)
         if params is None:
             params = for_one(line.request.params)
-        request = self._registry.new([*tokens, *token_ids], params, new_id, None, line.request.rank[0])
+        try:
+            continuation = list(token_ids)
+        except TypeError:
+            raise RequestError(f"token_ids: a list of token ids is needed, got {shown(token_ids)}") from None
+        request = self._registry.new([*tokens, *continuation], params, new_id, None, line.request.rank[0])
         computed = line.num_computed
         shared = 0 < computed <= len(tokens) and computed < len(request.prompt_ids) and params.prompt_logprobs is None
         if self._start(request) and shared:

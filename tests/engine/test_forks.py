@@ -225,6 +225,7 @@ def test_what_cannot_be_forked_is_refused_by_name() -> None:
             (lambda: engine.fork("nobody"), "fork: there is no request 'nobody'"),
             (lambda: engine.fork(parent, index=1), r"fork: output 1 of request-0 is not in 0\.\.0"),
             (lambda: engine.fork(parent, length=24), r"fork: length 24 is not in 0\.\.23"),
+            (lambda: engine.fork(parent, None), "token_ids: a list of token ids is needed, got None"),  # type: ignore[arg-type]
             (lambda: engine.fork(parent, [320]), r"prompt: token id 320 at index 23 is not in 0\.\.319"),
             (lambda: engine.fork(parent, [1] * 300), "323 tokens and 30 to generate need 353 positions"),
             (lambda: engine.fork(parent, new_id=parent), "request id 'request-0' is in use"),
