@@ -18,6 +18,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALR
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Shield:
@@ -61,6 +62,21 @@ class Shield:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted[number] = frame
+
+
+class Owned(list[T]):
+    """A list that hands its items to `release` when it is dropped with some left in it.
+
+    A `finally` is not enough for them: an interrupt may come when it has begun and done nothing yet.
+    """
+
+    def __init__(self, release: Callable[[list[T]], None]) -> None:
+        super().__init__()
+        self._release = release
+
+    def __del__(self) -> None:
+        if self:
+            self._release(self)
 
 
 def _in_main_thread() -> bool:

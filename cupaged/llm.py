@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cupaged.errors import DeviceError, OptionError, RequestError, TemplateError
+from cupaged.interrupts import Owned
 from cupaged.outputs import RequestOutput, StreamPiece
 from cupaged.sampling import SamplingParams
 from cupaged.turns import TurnLock
@@ -95,7 +96,7 @@ class LLM:
         """
         listed = self._prompts(prompts)
         each = self._params(params, len(listed))
-        ids_of: list[str] = []
+        ids_of: Owned[str] = Owned(self._forget)
         try:
             ready = []
             for index, (prompt, options) in enumerate(zip(listed, each, strict=True)):
@@ -116,6 +117,7 @@ class LLM:
                 return [self._model.engine.request(request_id).output() for request_id in ids_of]
         finally:
             self._forget(ids_of)
+            ids_of.clear()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> PieceStream:
         """The result piece by piece as it is generated; the last piece has a finish_reason and the usage.

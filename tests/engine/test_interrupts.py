@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
@@ -106,3 +107,26 @@ def test_waiting_for_a_turn_can_be_interrupted(alarm: Callable[[Any], None]) -> 
     thread.join()
     with lock:
         assert lock.mine
+
+
+def test_an_interrupt_at_the_door_of_the_clean_up_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first instruction has run: what `generate` had queued is given up when its frame goes."""
+    with tiny() as llm:
+        forget = llm._forget
+        calls = 0
+
+        def interrupted(ids: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyboardInterrupt
+            forget(ids)
+
+        monkeypatch.setattr(llm, "_forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3]] * 2, PARAMS)
+        gc.collect()
+        (out,) = llm.generate([[1, 2, 3]], PARAMS)
+        assert out.error is None and calls >= 3
+        assert not llm._queues and not llm.engine.has_work
+        llm.engine.check_idle()
