@@ -105,6 +105,18 @@ def test_K02_edges_as_compiled(
     assert ("paged_attention_tensor" in kernels) == (group >= 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "group"), [(64, 2), (128, 4)])
+def test_K02_long_contexts_as_compiled(dim: int, group: int) -> None:
+    """Up to 5,000 tokens, ten parts of attention, with a chunk that crosses a part's edge."""
+    chunks = [1, 3, 1]
+    queries = queries_for(chunks, group, dim)
+    problem = paged(interpreted_operations(), [5000, 4098, 4999], kv_heads=1, dim=dim, dtype="float16", block_size=16)
+    np.testing.assert_allclose(problem.run(queries), problem.expected(queries), rtol=2e-5, atol=2e-5)
+    kernels = {name for name, _ in problem.ops.backend.launches}
+    assert ("paged_attention_tensor" in kernels) == (group >= 4)
+
+
 def test_both_instruments_store_the_same_keys_and_values() -> None:
     """write_kv has no approximate function, so that the two must agree in every bit."""
     pools = []
