@@ -52,6 +52,16 @@ class DeviceError(CupagedError):
     """The asked device is not usable here; says what is missing and how to mend it."""
 
 
+class NoDeviceError(DeviceError):
+    """A device that was asked for is not there; the line says what is missing and the command that mends it."""
+
+    exit_code = 2
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """The device has not so much memory left; the message holds what was asked for."""
+
+
 class KernelError(CupagedError, ValueError):
     """Arrays handed to a kernel do not fit it (shape, dtype, strides); names the argument."""
 

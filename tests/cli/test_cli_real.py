@@ -137,7 +137,7 @@ def test_U04_what_cannot_be_loaded_is_one_line(
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU here")
 def test_U04_a_gpu_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "-w", str(GOLDEN), "--token-ids", "1", "--device", "gpu"]) == 1
+    assert main(["generate", "-w", str(GOLDEN), "--token-ids", "1", "--device", "gpu"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("cupaged: error: device 'cuda'") and err.count("\n") == 1
 
