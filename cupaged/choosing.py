@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
 from cupaged.errors import StepError
-from cupaged.kernels.interface import Array, Operations, SampleRows
+from cupaged.kernels.interface import Array, SampleRows
 from cupaged.logits import adjust
 from cupaged.request import Sequence as TokenSequence
 from cupaged.scheduler import Chunk
+from cupaged.step_logits import StepLogits
 
 # What a chunk brings: next tokens and the sequences that they are for; or what went wrong with its request.
 Outcome = list[tuple[TokenSequence, int]] | Exception
@@ -25,10 +24,10 @@ def takers(chunk: Chunk) -> list[TokenSequence]:
     return [chunk.sequence] if request.stem is None else request.live_sequences
 
 
-def choose(chunks: Sequence[Chunk], logits: Array, ops: Operations, step: int) -> list[Outcome]:
+def choose(chunks: Sequence[Chunk], logits: StepLogits, step: int) -> list[Outcome]:
     """What each chunk brings, from the logits [R, V] of all wanted rows. `step`: its number, for messages."""
     ends = list(accumulate(chunk.rows for chunk in chunks))
-    broken = broken_rows(logits)
+    broken = logits.broken_rows()
     outcomes: list[Outcome] = [[] for _ in chunks]
     taking: list[tuple[int, list[TokenSequence]]] = []
     plain = len(logits) > 0
@@ -44,18 +43,18 @@ def choose(chunks: Sequence[Chunk], logits: Array, ops: Operations, step: int) -
         plain = plain and chunk.rows == len(group) == 1 and not chunk.sequence.request.params.adjusts
     if plain:
         sequences = [group[0] for _, group in taking]
-        return [[pair] for pair in zip(sequences, ops.sample(logits, sample_rows(sequences)), strict=True)]
+        return [[pair] for pair in zip(sequences, logits.sample(sample_rows(sequences)), strict=True)]
     rows: list[Array] = []
     good: list[tuple[int, list[TokenSequence]]] = []
     for index, group in taking:
         try:
-            rows += [adjusted(logits[ends[index] - 1], sequence) for sequence in group]
+            rows += [adjusted(logits.host[ends[index] - 1], sequence) for sequence in group]
             good.append((index, group))
         except Exception as error:
             outcomes[index] = error
             rows = rows[: sum(len(group) for _, group in good)]
     if rows:
-        tokens = ops.sample(np.stack(rows), sample_rows([sequence for _, group in good for sequence in group]))
+        tokens = logits.sample_from(rows, sample_rows([sequence for _, group in good for sequence in group]))
         rest = iter(tokens)
         for index, group in good:
             outcomes[index] = [(sequence, next(rest)) for sequence in group]
@@ -65,22 +64,6 @@ def choose(chunks: Sequence[Chunk], logits: Array, ops: Operations, step: int) -
 def adjusted(row: Array, sequence: TokenSequence) -> Array:
     """The row that a sequence's next token is chosen from: the model's own, or an adjusted copy."""
     return adjust(row.copy(), sequence) if sequence.request.params.adjusts else row
-
-
-def broken_rows(logits: Array) -> Array | None:
-    """bool [R]: rows that hold NaN or infinity; None for none, the usual case.
-
-    The sum of a row is not finite if a term is not, and takes one pass. Only then all terms are looked at: the sum may
-    have overflowed.
-    """
-    with np.errstate(all="ignore"):
-        sums = np.einsum("ij->i", logits)  # a third of the time of logits.sum(axis=1)
-    if np.isfinite(sums).all():
-        return None
-    broken = np.zeros(len(logits), bool)
-    for index in np.flatnonzero(~np.isfinite(sums)):
-        broken[index] = not np.isfinite(logits[index]).all()
-    return broken if broken.any() else None
 
 
 def sample_rows(sequences: Sequence[TokenSequence]) -> SampleRows:

@@ -31,6 +31,7 @@ from cupaged.residency import Speeds
 from cupaged.sampling import SamplingParams
 from cupaged.scheduler import Chunk, Scheduler, StepPlan
 from cupaged.stats import EngineStats
+from cupaged.step_logits import StepLogits
 from cupaged.swap import SwapEngine
 
 
@@ -279,7 +280,7 @@ class Engine:
                 request.first_scheduled_time = now
         try:
             logits = self._forward(chunks)
-            outcomes = choose(chunks, logits, self.device.ops, self.num_steps)
+            outcomes = choose(chunks, logits, self.num_steps)
         except Exception as error:
             requests = list(dict.fromkeys(chunk.sequence.request for chunk in chunks))
             if len(requests) == 1:
@@ -295,19 +296,22 @@ class Engine:
         first = 0
         beams: dict[Request, list[Array]] = {}
         for chunk, outcome in zip(chunks, outcomes, strict=True):
-            self._accept(chunk, logits[first : first + chunk.rows], outcome)
             first += chunk.rows
+            self._accept(chunk, logits, first, outcome)
             if chunk.samples and chunk.sequence.request.search is not None:
-                beams.setdefault(chunk.sequence.request, []).append(logits[first - 1])
+                beams.setdefault(chunk.sequence.request, []).append(logits.host[first - 1])
         for request, rows in beams.items():
             self._advance_beams(request, rows)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Array:
-        """Logits [R, V] on the host, of the chunks that sample, in order."""
+    def _forward(self, chunks: Sequence[Chunk]) -> StepLogits:
+        """Logits of the rows that the chunks want, in order."""
         return self.passes.run(chunks, self.caches)
 
-    def _accept(self, chunk: Chunk, logits: Array, outcome: Outcome) -> None:
-        """What a chunk brought: log-probabilities of its prompt tokens, next tokens, or the end of its request."""
+    def _accept(self, chunk: Chunk, logits: StepLogits, stop: int, outcome: Outcome) -> None:
+        """What a chunk brought: log-probabilities of its prompt tokens, next tokens, or the end of its request.
+
+        Its rows of the logits are those before `stop`.
+        """
         sequence = chunk.sequence
         request = sequence.request
         if sequence.tables is None:  # the request has ended with another of its chunks
@@ -316,13 +320,13 @@ class Engine:
             if isinstance(outcome, Exception):
                 raise outcome
             if request.wants_prompt_logprobs:
-                self._score_prompt(chunk, logits)
+                self._score_prompt(chunk, logits.host[stop - chunk.rows : stop])
             self.manager.commit_append(sequence.tables, chunk.count)
             self.manager.remember(sequence.tables, sequence.tokens, request.params.cache_salt)
             if request.stem == sequence.tables.num_tokens:
                 self.scheduler.spread(request)
             for taker, token in outcome:
-                self._append(taker, logits[-1], token)
+                self._append(taker, logits, stop - 1, token)
         except Exception as error:
             self._fail(request, error)
 
@@ -350,19 +354,19 @@ class Engine:
             if position == len(request.prompt_logprobs) and position < len(request.prompt_ids):
                 request.prompt_logprobs.append(best_logprobs(row, request.prompt_ids[position], count))
 
-    def _append(self, sequence: TokenSequence, logits: Array, token: int) -> None:
-        """A new token: its log-probabilities, its text, and whether it is the last."""
+    def _append(self, sequence: TokenSequence, logits: StepLogits, row: int, token: int) -> None:
+        """A new token, chosen from a row of the logits: its log-probabilities, its text, and whether it is the last."""
         request, params = sequence.request, sequence.request.params
         sequence.tokens.append(token)
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         logprobs = None
         if params.logprobs is not None:
-            logprobs = best_logprobs(logits, token, params.logprobs)
+            logprobs = best_logprobs(logits.host[row], token, params.logprobs)
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token]
         elif params.picks:
-            sequence.cumulative_logprob += float(log_softmax(logits)[token])
+            sequence.cumulative_logprob += float(log_softmax(logits.host[row])[token])
         if token in request.stop_ids:
             text = sequence.stream.push(token)[0] if params.include_stop_str_in_output else ""
             self._finish(sequence, "stop", token, [token], text, logprobs)

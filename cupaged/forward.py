@@ -14,6 +14,7 @@ from cupaged.memory import BlockManager
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
 from cupaged.scheduler import PROMPT_ROWS, Chunk
+from cupaged.step_logits import StepLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class ForwardPasses:
         self.captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
         self._inputs = StepInputs(device, groups, max_tokens, max_sequences + PROMPT_ROWS)
 
-    def run(self, chunks: Sequence[Chunk], caches: Sequence[PagedKVCache]) -> Array:
-        """Logits [R, V] on the host, of the rows that the chunks want, in order."""
+    def run(self, chunks: Sequence[Chunk], caches: Sequence[PagedKVCache]) -> StepLogits:
+        """Logits of the rows that the chunks want, in order."""
         began = time.perf_counter()
         batch = build_batch(chunks, self.manager, caches, self.config, self.device, self._inputs)
         views = [cache.view for cache in caches]
@@ -53,20 +54,20 @@ class ForwardPasses:
         known = self.captured.get(len(chunks)) if decoding else None
         if known is not None and all(a is b for a, b in zip(known.views, views, strict=True)):
             known.step.replay(batch.plans)
-            return self.device.download(known.logits)
+            return StepLogits(self.device, known.logits)
         with self.device.capture(batch.plans) as step:
             logits = self.decoder.forward(batch, views)
         step.replay()
         if decoding:
             self.captured[len(chunks)] = CapturedStep(step, logits, views)
-        result = self.device.download(logits)
-        self._measure(chunks, time.perf_counter() - began)
-        return result
+        self._measure(chunks, began)
+        return StepLogits(self.device, logits)
 
-    def _measure(self, chunks: Sequence[Chunk], seconds: float) -> None:
+    def _measure(self, chunks: Sequence[Chunk], began: float) -> None:
         """How fast prompts are computed, from steps that are mostly that: what recomputing costs."""
         tokens = sum(chunk.count for chunk in chunks)
         if tokens >= max(64, 4 * len(chunks)):
-            speed = tokens / seconds
+            self.device.record("compute").wait()
+            speed = tokens / (time.perf_counter() - began)
             known = self.prefill_speed or speed
             self.prefill_speed = known + (speed - known) / 4

@@ -268,3 +268,7 @@ class Operations(Protocol):
     def sample(self, logits: Array, rows: SampleRows) -> Sequence[int]:
         """A token id per row of logits [R, V] float32: `reference/sampling.py` is the contract, step by step."""
         ...
+
+    def broken_rows(self, logits: Array) -> Array | None:
+        """bool [R] on the host: the rows of logits [R, V] float32 that hold NaN or infinity; None if there are none."""
+        ...

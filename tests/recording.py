@@ -85,7 +85,7 @@ def record(engine: Engine, result: Run) -> Any:
                 name, index = sequence.request.request_id, sequence.index
                 key = f"{name}/{index}" if index else name, len(sequence.tokens)
                 assert key not in result.logits
-                result.logits[key] = logits[end - 1].copy()
+                result.logits[key] = logits.host[end - 1].copy()
         return logits
 
     engine._forward = noting  # type: ignore[method-assign]

@@ -314,6 +314,21 @@ class CpuOperations:
 
     # -- sampling
 
+    def broken_rows(self, logits: Array) -> Array | None:
+        """See `interface.Operations.broken_rows`; None is the usual case.
+
+        The sum of a row is not finite if a term is not, and takes one pass. Only then all terms are looked at: the sum
+        may have overflowed.
+        """
+        with np.errstate(all="ignore"):
+            sums = np.einsum("ij->i", logits)  # a third of the time of logits.sum(axis=1)
+        if np.isfinite(sums).all():
+            return None
+        broken = np.zeros(len(logits), bool)
+        for index in np.flatnonzero(~np.isfinite(sums)):
+            broken[index] = not np.isfinite(logits[index]).all()
+        return broken if broken.any() else None
+
     def sample(self, logits: Array, rows: SampleRows) -> list[int]:
         count, size = logits.shape
         for name in SampleRows.__slots__:

@@ -43,7 +43,8 @@ class CudaOperations:
         self.take_rows, self.rms_norm, self.layer_norm = dense.take_rows, dense.rms_norm, dense.layer_norm
         self.head_norm, self.rope = dense.head_norm, dense.rope
         self.gated_activation, self.add = dense.gated_activation, dense.add
-        self.sample = Sampling(backend, self._launch).sample
+        sampling = Sampling(backend, self._launch)
+        self.sample, self.broken_rows = sampling.sample, sampling.broken_rows
 
     def write_kv(
         self,

@@ -1,4 +1,5 @@
-// From logits to tokens, as cupaged/kernels/reference/sampling.py says step by step: three kernels.
+// From logits to tokens, as cupaged/kernels/reference/sampling.py says step by step: three kernels,
+// and one that looks for what is not finite.
 //
 // sample_max: grid (rows): the largest logit and its lowest id. sample_weights: grid (rows, V / 1024): exp((l - max) /
 // temperature) in float64, spread over the GPU because float64 is slow on most. sample_select: grid (rows): top-k and
@@ -51,6 +52,22 @@ sample_max(const float *__restrict__ logits, int *__restrict__ best, float *__re
         best[blockIdx.x] = ids[0];
         maxima[blockIdx.x] = values[0];
     }
+}
+
+// flags[row] = 1 if the row holds NaN or infinity, else 0. grid (rows). Bytes: a row's logits once.
+extern "C" __global__ void __launch_bounds__(THREADS)
+sample_broken(const float *__restrict__ logits, int *__restrict__ flags, int vocabulary) {
+    __shared__ int found[THREADS];
+    const float *row = logits + (long long)blockIdx.x * vocabulary;
+    int broken = 0;
+    for (int i = threadIdx.x; i < vocabulary; i += THREADS)
+        broken |= (__float_as_uint(row[i]) & 0x7f800000u) == 0x7f800000u;
+    found[threadIdx.x] = broken;
+    for (int half = THREADS / 2; half; half >>= 1) {
+        __syncthreads();
+        if (threadIdx.x < half) found[threadIdx.x] |= found[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) flags[blockIdx.x] = found[0];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -31,6 +31,17 @@ class Sampling:
         self._backend = backend
         self._launch = launcher
 
+    def broken_rows(self, logits: Array) -> Array | None:
+        """bool [R] on the host: rows of logits [R, V] float32 that hold NaN or infinity; None if there are none."""
+        count, vocabulary = logits.shape
+        contiguous("logits", logits, logits.shape)
+        if not count:
+            return None
+        flags = self._backend.empty((count,), np.int32)
+        self._launch("sample.cu", "sample_broken", (count,), 256, {}, logits=logits, flags=flags, vocabulary=vocabulary)
+        broken = self._backend.download(flags) != 0
+        return broken if broken.any() else None
+
     def sample(self, logits: Array, rows: SampleRows) -> list[int]:
         """A token id per row of logits [R, V] float32, as `reference/sampling.py` says.
 

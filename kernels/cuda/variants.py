@@ -51,7 +51,7 @@ def builds(architecture: int, shared_limit: int) -> Iterator[Build]:
             yield Build("matmul.cu", "matmul", f"{kind}, {tokens} rows", {"FORMAT": number, "TOKENS": tokens}, 128)
         yield Build("dequantise.cu", "embed", kind, {"FORMAT": number}, 128)
         yield Build("dequantise.cu", "dequantise", kind, {"FORMAT": number, "STORAGE": 1}, 128)
-    for name in ("sample_max", "sample_weights", "sample_select"):
+    for name in ("sample_max", "sample_broken", "sample_weights", "sample_select"):
         yield Build("sample.cu", name, "", {}, 256)
 
 

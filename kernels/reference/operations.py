@@ -28,6 +28,7 @@ class ReferenceOperations:
     plan_attention = staticmethod(attention.plan_attention)
     paged_attention = staticmethod(attention.paged_attention)
     sample = staticmethod(sampling.sample)
+    broken_rows = staticmethod(sampling.broken_rows)
 
 
 if TYPE_CHECKING:

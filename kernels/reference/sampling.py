@@ -29,6 +29,12 @@ GREEDY_BELOW = 1e-5
 TOP_P_SLACK = 1e-12
 
 
+def broken_rows(logits: Array) -> Array | None:
+    """bool [R]: rows of logits [R, V] that hold NaN or infinity; None if there are none."""
+    broken: Array = ~np.isfinite(logits).all(axis=1)
+    return broken if broken.any() else None
+
+
 def sample(logits: Array, rows: SampleRows) -> list[int]:
     """A token id per row of logits [R, V] float32, as the module's docstring says.
 

@@ -17,6 +17,7 @@ from cupaged.cache import PagedKVCache
 from cupaged.engine import Engine
 from cupaged.model.detokenizer import byte_of_char
 from cupaged.scheduler import Chunk
+from cupaged.step_logits import StepLogits
 
 VOCAB = 320  # of the golden checkpoints; their end-of-sequence token is 2
 CONTEXT = 256
@@ -131,14 +132,14 @@ def script(engine: Engine, texts: Mapping[str, Sequence[int]] | Sequence[int]) -
     forward = engine._forward
 
     def scripted(chunks: Sequence[Chunk]) -> Any:
-        logits = np.array(forward(chunks))
+        logits = np.array(forward(chunks).host)
         for row, chunk in zip(logits, [chunk for chunk in chunks if chunk.samples], strict=True):
             request = chunk.sequence.request
             tokens = texts[request.request_id] if isinstance(texts, Mapping) else texts
             done = len(chunk.sequence.output_ids)
             row[:] = -5.0
             row[tokens[done] if done < len(tokens) else 3] = 5.0
-        return logits
+        return StepLogits(engine.device, engine.device.upload(logits))
 
     engine._forward = scripted  # type: ignore[method-assign]
 

@@ -17,6 +17,7 @@ from cupaged.engine import Engine
 from cupaged.errors import OptionError, RequestError
 from cupaged.outputs import RequestOutput
 from cupaged.scheduler import Chunk
+from cupaged.step_logits import StepLogits
 
 
 def beams(width: int, new: int = 20, **options: Any) -> SamplingParams:
@@ -100,9 +101,10 @@ def noise(engine: Engine, rng: np.random.Generator) -> None:
     forward = engine._forward
 
     def noisy(chunks: Sequence[Chunk]) -> Any:
-        logits = np.array(forward(chunks))
+        logits = forward(chunks).host
         assert np.isfinite(logits).all()
-        return rng.standard_normal(logits.shape).astype(np.float32)
+        made = rng.standard_normal(logits.shape).astype(np.float32)
+        return StepLogits(engine.device, engine.device.upload(made))
 
     engine._forward = noisy  # type: ignore[method-assign]
 

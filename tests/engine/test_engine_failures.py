@@ -15,6 +15,7 @@ from recording import alone, run
 from cupaged import LLM, SamplingParams
 from cupaged.errors import RequestError
 from cupaged.scheduler import Chunk
+from cupaged.step_logits import StepLogits
 
 
 def test_S04_an_exception_in_one_request_s_fifth_step_ends_that_one_alone() -> None:
@@ -91,11 +92,11 @@ def test_M12_logits_that_are_not_finite_end_their_request_and_name_the_step(valu
         forward = llm.engine._forward
 
         def poisoned(chunks: Sequence[Chunk]) -> Any:
-            logits = np.array(forward(chunks))
+            logits = np.array(forward(chunks).host)
             for row, chunk in zip(logits, chunks, strict=True):
                 if chunk.sequence.request.request_id == "r2" and len(chunk.sequence.tokens) == 8:
                     row[17] = value
-            return logits
+            return StepLogits(llm.engine.device, logits)
 
         llm.engine._forward = poisoned  # type: ignore[method-assign]
         outputs = run(llm.engine, jobs).outputs

@@ -17,6 +17,7 @@ from cupaged import LLM, SamplingParams
 from cupaged.errors import OptionError
 from cupaged.outputs import RequestOutput
 from cupaged.scheduler import Chunk
+from cupaged.step_logits import StepLogits
 
 
 def sampled(n: int, new: int = 12, **options: Any) -> SamplingParams:
@@ -315,10 +316,10 @@ def test_M12_a_row_that_is_not_finite_ends_the_whole_group() -> None:
         forward = engine._forward
 
         def poisoned(chunks: Sequence[Chunk]) -> Any:
-            logits = np.array(forward(chunks))
+            logits = np.array(forward(chunks).host)
             if len(chunks) == 3 and chunks[0].start == 33:
                 logits[1, 5] = math.nan
-            return logits
+            return StepLogits(engine.device, logits)
 
         engine._forward = poisoned  # type: ignore[method-assign]
         (output,) = llm.generate([prompt(30)], sampled(3))

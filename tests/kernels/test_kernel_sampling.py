@@ -257,3 +257,14 @@ def test_no_rows_and_rows_that_do_not_fit(ops: Any) -> None:
     assert list(ops.sample(np.empty((0, 10), np.float32), rows_of())) == []
     with pytest.raises(KernelError, match="rows"):
         ops.sample(np.zeros((2, 10), np.float32), rows_of({}))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 1000])
+def test_rows_that_are_not_finite_are_found(ops: Any, vocabulary: int) -> None:
+    logits = np.random.default_rng(vocabulary).standard_normal((5, vocabulary)).astype(np.float32)
+    assert ops.broken_rows(logits) is None
+    assert ops.broken_rows(logits[:0]) is None
+    logits[0] = np.finfo(np.float32).max  # whose sum overflows
+    assert ops.broken_rows(logits) is None
+    logits[1, -1], logits[3, 0], logits[4, vocabulary // 2] = np.nan, -np.inf, np.inf
+    assert list(ops.broken_rows(logits)) == [False, True, False, True, True]
