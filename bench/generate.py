@@ -54,12 +54,13 @@ def check(llm: LLM, task: Task) -> None:
     length = task.prompt + task.new
     if length > memory["max_model_len"]:
         raise OptionError(
-            f"{task.prompt} + {task.new} tokens are more than the {memory['max_model_len']} of a sequence"
+            f"--prompt-tokens {task.prompt} and --new-tokens {task.new} are more than the {memory['max_model_len']} "
+            "positions of a sequence"
         )
     needed = task.streams * -(-length // memory["block_size"]) * memory["block_size"]
     if needed > memory["tokens_that_fit"]:
         raise OptionError(
-            f"{task.streams} streams of {length} tokens need room for {needed} in K/V memory, which has "
+            f"--streams {task.streams} of {length} tokens need room for {needed} in K/V memory, which has "
             f"{memory['tokens_that_fit']}; give more by --kv-memory"
         )
 

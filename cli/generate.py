@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from cupaged.cli import runtime
+from cupaged.cli.errors import note
 from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
 from cupaged.cli.prompts import collect
@@ -72,6 +73,10 @@ def generate(
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(job.params, name) is not None and not as_objects:
                 raise OptionError(f"--{name.replace('_', '-')} needs --json")
+
+    samples = [job.params for job in jobs if job.params.beam_width is None and job.params.num_sequences > 1]
+    if any(params.greedy for params in samples):
+        note("at temperature 0 the outputs of a prompt are all the same; --temperature 0.8 makes them differ")
 
     output = Output()
     statistics = Statistics()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupaged.cli.errors import note
-from cupaged.errors import OptionError
+from cupaged.errors import OptionError, shown
 from cupaged.model.regular_file import read_bounded
 
 MAX_BYTES = 1 << 30  # of a prompts file or standard input: a device without an end must not fill the memory
@@ -86,7 +86,9 @@ def _from_file(name: str, as_objects: bool) -> list[Prompt]:
 
 def _from_object(line: str, where: str) -> Prompt:
     try:
-        value = json.loads(line, parse_constant=_refuse_constant)
+        value = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
+    except KeyError as twice:  # Python would take the last one, other readers the first
+        raise OptionError(f"{where}: {shown(twice.args[0])} is given twice") from None
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict) or "prompt" not in value:
@@ -105,6 +107,16 @@ def _encodable(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise OptionError(f"{where}: the text is not valid UTF-8") from None
     return text
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; KeyError with the name that it has twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise KeyError(name)
+        found[name] = value
+    return found
 
 
 def _refuse_constant(name: str) -> None:

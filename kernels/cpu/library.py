@@ -13,6 +13,8 @@ import hashlib
 import os
 import tempfile
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from typing import Any
 
 from cupaged.kernels.cpu.catalog import BASIC, GROUP_OF
 from cupaged.kernels.cpu.processor import fingerprint
+from cupaged.kernels.kept_files import mark_used, remove_unused
 
 _FORMAT = 2
 _lock = threading.Lock()
@@ -46,8 +49,8 @@ class _Addresses(dict[str, int]):
 class KernelLibrary:
     """Addresses of the native kernels. `addresses[name]`; `call` runs a three-argument kernel, without the GIL.
 
-    Groups of kernels are loaded when first asked for; `require` brings several in at once, compiled in one go with
-    `progress(done, total)` where they are not in the cache.
+    Groups of kernels are loaded when first asked for, the basic ones with the first; `require` brings several in at
+    once, compiled in one go with `progress(done, total)` where they are not in the cache.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -66,7 +69,7 @@ class KernelLibrary:
     def require(self, groups: Iterable[str], progress: Progress | None = None) -> None:
         """Load these groups (names of `catalog.MEMBERS`) if they are not yet."""
         with self._lock:
-            wanted = [group for group in dict.fromkeys(groups) if group not in self._groups]
+            wanted = [group for group in dict.fromkeys([BASIC, *groups]) if group not in self._groups]
             objects, missing = [], []
             for group in wanted:
                 found = _kept(group)
@@ -182,6 +185,7 @@ def _read(path: Path) -> list[tuple[str, str, bytes]] | None:
             parts.append(data[at : at + size])
             at += size
         objects.append((parts[0].decode(), parts[1].decode(), parts[2]))
+    mark_used(path)
     return objects
 
 
@@ -217,21 +221,42 @@ def _kept(group: str) -> list[tuple[str, str, bytes]] | None:
 
 
 def _compiled(groups: list[str], progress: Progress | None) -> list[tuple[str, str, bytes]]:
-    """Some groups' objects, compiled, and kept in the first cache folder that can be written."""
+    """Some groups' objects, compiled, and kept in the first cache folder that can be written.
+
+    Says so in the log "cupaged": as a warning, which Python shows by default, where nobody watches the progress.
+    """
+    import logging
+
     from cupaged.kernels.cpu.compile import compile_kernels
 
+    log = logging.getLogger("cupaged")
+    level = logging.WARNING if progress is None else logging.INFO
+    log.log(level, "compiling kernels, once for this processor and kind of model: 10 to 20 seconds")
+    began = time.monotonic()
     objects = list(compile_kernels(groups, progress))
+    kept = set()
     for group in groups:
         members = [item for item in objects if GROUP_OF[item[0]] == group]
-        any(_write(path, members) for path in _paths(group))
+        kept.add(next((path.parent for path in _paths(group) if _write(path, members)), None))
+    for folder in kept:
+        if folder is None:
+            tried = ", ".join(map(str, cache_folders()))
+            warnings.warn(
+                f"compiled kernels cannot be kept, so each start compiles: {tried}: not writable", stacklevel=2
+            )
+        else:
+            remove_unused(folder)
+    log.info("%d kernels compiled in %.1f s", len(objects), time.monotonic() - began)
     return objects
 
 
 def load_library(progress: Progress | None = None) -> KernelLibrary:
-    """The kernels of this process, one library for all. `progress(done, total)` is called while some are compiled."""
+    """The kernels of this process, one library for all; they come when they are required or first used.
+
+    `progress(done, total)` is called while some are compiled.
+    """
     global _loaded
     with _lock:
         if _loaded is None:
             _loaded = KernelLibrary(progress)
-    _loaded.require([BASIC], progress)
     return _loaded

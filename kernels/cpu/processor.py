@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cupaged.errors import DeviceError, shown
+from cupaged.errors import OptionError, shown
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _ARM = platform.machine().lower() in ("aarch64", "arm64")
@@ -79,7 +79,7 @@ class Target:
 
 @lru_cache(1)
 def target() -> Target:
-    """The processor to compile for. DeviceError if $CUPAGED_CPU names no level, or one that this processor lacks."""
+    """The processor to compile for. OptionError if $CUPAGED_CPU names no level, or one that this processor lacks."""
     import llvmlite.binding as llvm
 
     try:
@@ -91,12 +91,12 @@ def target() -> Target:
     level = os.environ.get(VARIABLE, "").strip().lower() or "native"
     allowed = ("native", *(LEVELS if _X86 else ("plain",)))
     if level not in allowed:
-        raise DeviceError(f"{VARIABLE}: {shown(level)} is not one of {', '.join(allowed)}")
+        raise OptionError(f"{VARIABLE}: {shown(level)} is not one of {', '.join(allowed)}")
     if level != "native":
         wanted = LEVELS[level] if _X86 else frozenset({"fp-armv8", "neon"} & present)
         missing = sorted((wanted - _PLAIN) - restricted)
         if missing:
-            raise DeviceError(f"{VARIABLE}: {level} needs {', '.join(missing)}, which this processor does not have")
+            raise OptionError(f"{VARIABLE}: {level} needs {', '.join(missing)}, which this processor does not have")
         restricted &= wanted | _PLAIN
         name = _NAMES[level] if _X86 else "generic"
     elif restricted != present:

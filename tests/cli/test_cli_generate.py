@@ -93,6 +93,14 @@ def test_several_outputs_stand_in_order_under_headings_whatever_order_they_come_
     )
 
 
+def test_equal_outputs_are_said_to_be(run: Run) -> None:
+    line = "cupaged: at temperature 0 the outputs of a prompt are all the same; --temperature 0.8 makes them differ\n"
+    for given in (["--n", "3"], ["--best-of", "2"], ["--n", "2", "-p", "b", "-t", "0"]):
+        assert run("generate", "-w", "fake", "-p", "a", "-n", "1", *given)[2] == line
+    for given in (["--n", "3", "-t", "0.5"], ["--n", "2", "--beams", "2"], ["--n", "1", "--best-of", "1"]):
+        assert run("generate", "-w", "fake", "-p", "a", "-n", "1", *given)[2] == ""
+
+
 def test_picked_outputs_show_their_scores_unless_there_is_but_one(run: Run) -> None:
     _, out, _ = run("generate", "-w", "fake", "-p", "a", "-n", "1", "--beams", "4", "--n", "2")
     assert out == "--- output 1 of 2, score -0.2500\n one\n--- output 2 of 2, score -1.2500\n two\n"

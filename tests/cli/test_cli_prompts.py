@@ -91,6 +91,8 @@ def test_a_file_must_be_readable_and_hold_a_prompt(tmp_path: Path) -> None:
         ('{"prompt": [1, true]}', 'line 1: "prompt" is neither a string nor a list of token ids'),
         ('{"prompt": {}}', 'line 1: "prompt" is neither a string nor a list of token ids'),
         ('{"prompt": "\\ud800"}', "line 1: the text is not valid UTF-8"),
+        ('{"prompt": "a", "top_k": 1, "top_k": 2}', "line 1: 'top_k' is given twice"),
+        ('{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "line 1: '5' is given twice"),
     ],
 )
 def test_a_bad_object_is_named_by_line(tmp_path: Path, line: str, message: str) -> None:

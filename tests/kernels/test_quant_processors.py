@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from cupaged.errors import DeviceError
+from cupaged.errors import OptionError
 from cupaged.kernels.cpu import processor
 from cupaged.kernels.cpu.emit import I1, I64, VI, Emitter
 from cupaged.kernels.cpu.quant_dot import BYTES, WAYS, Sum
@@ -186,11 +186,11 @@ def test_a_lesser_processor_can_be_asked_for(host: Any, level: str, dot: str) ->
 
 
 def test_what_the_processor_lacks_is_refused(host: Any) -> None:
-    with pytest.raises(DeviceError, match="avxvnni needs avxvnni, which this processor does not have"):
+    with pytest.raises(OptionError, match="avxvnni needs avxvnni, which this processor does not have"):
         host(CUPAGED_CPU="avxvnni")
-    with pytest.raises(DeviceError, match="avx512 needs avx512bw"):
+    with pytest.raises(OptionError, match="avx512 needs avx512bw"):
         host(HOST - {"avx512bw"}, CUPAGED_CPU="avx512")
-    with pytest.raises(DeviceError, match=r"CUPAGED_CPU: 'sse9' is not one of native, plain, avx2"):
+    with pytest.raises(OptionError, match=r"CUPAGED_CPU: 'sse9' is not one of native, plain, avx2"):
         host(CUPAGED_CPU="sse9")
 
 
@@ -199,5 +199,5 @@ def test_what_numba_may_not_use_we_do_not(host: Any) -> None:
     assert host(NUMBA_CPU_NAME="generic").dot == "plain"
     assert host(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+avx,+avx2,+fma,+f16c").dot == "madd256"
     assert host(HOST - {"avx2"}, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+avx,+avx2").dot == "plain"
-    with pytest.raises(DeviceError, match="avx2 needs avx"):
+    with pytest.raises(OptionError, match="avx2 needs avx"):
         host(NUMBA_ENABLE_AVX="0", CUPAGED_CPU="avx2")
