@@ -25,6 +25,7 @@ _HOMES = {
     "generate": "cupaged.cli.generate",
     "info": "cupaged.cli.info",
     "tokenize": "cupaged.cli.tokenize",
+    "warmup": "cupaged.cli.warmup",
 }
 
 

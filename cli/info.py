@@ -89,12 +89,24 @@ def _features() -> list[str]:
 
 
 def _gpu() -> dict[str, Any]:
-    """What the NVIDIA driver says through /proc: no CUDA context is made."""
+    """Whether a GPU can be used and why not, from the driver itself (no CUDA context is made) and from /proc."""
+    from cupaged.device import driver, why_no_gpu
+
+    reason = why_no_gpu()
     folder = Path("/proc/driver/nvidia")
-    driver = _read(folder / "version").partition("\n")[0]
+    about = _read(folder / "version").partition("\n")[0].removeprefix("NVRM version:").strip()
     cards = [_read(path) for path in sorted(folder.glob("gpus/*/information"))]
     names = [dict(_pair(line) for line in card.splitlines() if ":" in line).get("Model", "unknown") for card in cards]
-    return {"driver": driver.removeprefix("NVRM version:").strip() or None, "cards": names}
+    found: dict[str, Any] = {"usable": reason is None, "reason": reason, "driver": about or None, "cards": names}
+    if reason is None:
+        card = driver.find_card()
+        found |= {
+            "card": card.name,
+            "memory_bytes": card.total_bytes,
+            "compute_capability": f"{card.capability // 10}.{card.capability % 10}",
+            "driver_cuda": f"{card.cuda // 1000}.{card.cuda % 1000 // 10}",
+        }
+    return found
 
 
 def _pair(line: str) -> tuple[str, str]:

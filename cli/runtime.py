@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,8 +24,11 @@ def open_llm(weights: str, **options: Any) -> LLM:
     return LLM(weights, **options)
 
 
-def model_options(required: bool) -> Callable[[Any], Any]:
-    """The options of `LLM`, as a decorator. They arrive as keyword arguments named as LLM names them."""
+def model_options(required: bool, only: Container[str] | None = None) -> Callable[[Any], Any]:
+    """The options of `LLM`, as a decorator. They arrive as keyword arguments named as LLM names them.
+
+    only: of these names, and weights; by default all.
+    """
     options = [
         click.option(
             "--weights", "-w", required=required, metavar="WEIGHTS",
@@ -82,12 +85,27 @@ def model_options(required: bool) -> Callable[[Any], Any]:
             help="While others decode, prompts are computed in chunks that make a step at most so many times as long. "
             "1000: as fast as they can.  [default: 2]",
         ),
-        click.option("--threads", type=loading("threads", int), help="CPU threads.  [default: the cores we may use]"),
+        click.option(
+            "--deterministic", is_flag=True,
+            help="On a GPU, one order of sums for any number of rows, so that no bit depends on batch, chunks or "
+            "recomputation. On the CPU it is always so.",
+        ),
+        click.option(
+            "--graphs/--no-graphs", default=True, show_default=True,
+            help="On a GPU, launch decode steps as CUDA graphs; without, kernel by kernel: slower, the same tokens.",
+        ),
+        click.option(
+            "--threads", type=loading("threads", int),
+            help="CPU threads; auto is then the CPU.  [default: the cores we may use]",
+        ),
     ]  # fmt: skip
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)
+            name = command.__click_params__[-1].name
+            if only is not None and name != "weights" and name not in only:
+                command.__click_params__.pop()
         return command
 
     return decorate

@@ -16,8 +16,9 @@ from cupaged.cli.statistics import Statistics
 from cupaged.errors import CapacityError, OptionError, RequestError
 
 if TYPE_CHECKING:
-    from cupaged.llm import LLM, PieceStream
+    from cupaged.llm import LLM
     from cupaged.outputs import RequestOutput, StreamPiece
+    from cupaged.piece_stream import PieceStream
     from cupaged.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256

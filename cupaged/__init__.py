@@ -25,7 +25,7 @@ _HOMES = {
     "CompletionOutput": "cupaged.outputs",
     "StreamPiece": "cupaged.outputs",
     "RequestMetrics": "cupaged.outputs",
-    "PieceStream": "cupaged.llm",
+    "PieceStream": "cupaged.piece_stream",
     "ProgressEvent": "cupaged.loading",
     "Usage": "cupaged.outputs",
     "BlockPool": "cupaged.memory",
@@ -98,7 +98,6 @@ if TYPE_CHECKING:
     from cupaged.errors import TokenizerError as TokenizerError
     from cupaged.errors import UnsupportedModelError as UnsupportedModelError
     from cupaged.llm import LLM as LLM
-    from cupaged.llm import PieceStream as PieceStream
     from cupaged.loading import ProgressEvent as ProgressEvent
     from cupaged.memory import BlockPool as BlockPool
     from cupaged.memory import BlockTable as BlockTable
@@ -107,6 +106,7 @@ if TYPE_CHECKING:
     from cupaged.outputs import RequestOutput as RequestOutput
     from cupaged.outputs import StreamPiece as StreamPiece
     from cupaged.outputs import Usage as Usage
+    from cupaged.piece_stream import PieceStream as PieceStream
     from cupaged.sampling import SamplingParams as SamplingParams
 
 

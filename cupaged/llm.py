@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cupaged.errors import DeviceError, OptionError, RequestError, TemplateError
 from cupaged.interrupts import Owned
 from cupaged.outputs import RequestOutput, StreamPiece
+from cupaged.piece_stream import PieceStream
 from cupaged.sampling import SamplingParams
 from cupaged.turns import TurnLock
 
@@ -42,6 +42,9 @@ class LLM:
     earlier one (or its answer) is computed from there on only.
     threads: of the CPU. max_batch_tokens: tokens in a step (512). max_sequences: sequences in a step (64).
     pace: beside sequences that decode, prompt chunks make a step at most so many times (2) as long; 1000: no limit.
+    deterministic: on a GPU, sum products in one order for any number of rows, so that no bit depends on batch, chunk or
+    recomputation; on the CPU it is always so. graphs: False launches the kernels of decode steps one by one instead of
+    as CUDA graphs (the same tokens, for looking into it); refused on the CPU, which has none.
     tokenizer: False leaves it unread, for programs with token ids of their own. progress: called with `ProgressEvent`s
     while loading.
 
@@ -67,13 +70,15 @@ class LLM:
         prefix_cache: bool = True,
         tokenizer: bool = True,
         pace: float | None = None,
+        deterministic: bool = False,
+        graphs: bool = True,
         progress: ProgressSink | None = None,
     ) -> None:
         from cupaged.loading import LoadOptions, load_model
 
         options = LoadOptions(
             device, dtype, kv_dtype, block_size, kv_memory, max_model_len, threads, max_batch_tokens, max_sequences,
-            swap_memory, quantize, prefix_cache, tokenizer, pace,
+            swap_memory, quantize, prefix_cache, tokenizer, pace, deterministic, graphs,
         )  # fmt: skip
         self._lock = TurnLock()
         self._queues: dict[str, deque[StreamPiece]] = {}
@@ -359,91 +364,6 @@ class LLM:
             self._queues.pop(request_id, None)
             if self._loaded is not None:
                 self._loaded.engine.forget(request_id)
-
-
-class PieceStream:
-    """Iterator over the pieces of one request. `close`, a with block, or dropping it ends the request if it runs."""
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self.request_id = request_id
-        self._llm = llm
-        self._closed = False
-        self._last: RequestOutput | None = None
-        request = llm._model.engine.request(request_id)
-        self._params, self._prompt_length = request.params, len(request.prompt_ids)
-        self._read: Counter[int] = Counter()  # tokens of each output that were read
-        self._pieces = llm._pieces(request_id)
-        self._reading = threading.Lock()  # several threads may read one stream: each piece goes to one of them
-
-    def __iter__(self) -> PieceStream:
-        return self
-
-    def __next__(self) -> StreamPiece:
-        if self._closed:
-            raise StopIteration
-        try:
-            with self._reading:
-                piece = next(self._pieces)
-                self._read[piece.index] += len(piece.token_ids)
-                return piece
-        except BaseException:
-            self.close()
-            raise
-
-    def fork(self, continuation: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> PieceStream:
-        """Branch off: another stream, whose prompt is this one's prompt, what was read of its output `index`, and
-        `continuation` (text, or token ids).
-
-        The K/V of what both have in common are shared while this stream's request runs. params: by default the same,
-        for one output. Both go on and end each by itself.
-        """
-        llm = self._llm
-        with llm._lock:
-            if isinstance(continuation, str):
-                tokenizer = llm._model.tokenizer
-                if tokenizer is None:
-                    raise RequestError("continuation: this model folder has no tokenizer; give token ids, not text")
-                more: Sequence[int] = tokenizer.encode(continuation, add_special_tokens=False)
-            else:
-                _, more = llm._encode(continuation)
-            if self._last is None:
-                length = self._prompt_length + self._read[index]
-                request_id = llm._model.engine.fork(self.request_id, more, params, index=index, length=length)
-                return PieceStream(llm, llm._watch(request_id))
-            if not 0 <= index < len(self._last.outputs):
-                raise RequestError(f"fork: output {index!r:.40} is not in 0..{len(self._last.outputs) - 1}")
-            from cupaged.registry import for_one
-
-            ids = [*self._last.prompt_token_ids, *self._last.outputs[index].token_ids[: self._read[index]], *more]
-            return PieceStream(llm, llm._submit(ids, params or for_one(self._params), None))
-
-    def output(self) -> RequestOutput:
-        """The result as it stands, `.error` set if the request failed; after the end or `close`, the last there was."""
-        if self._last is not None:
-            return self._last
-        with self._llm._lock:
-            return self._llm._model.engine.request(self.request_id).output()
-
-    def close(self) -> None:
-        """End the request if it still runs."""
-        if not self._closed:
-            with self._llm._lock, contextlib.suppress(DeviceError):  # the LLM may have been closed before
-                self._last = self.output()
-            self._drop()
-
-    def _drop(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._llm._forget([self.request_id])
-
-    def __enter__(self) -> PieceStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._drop()
 
 
 def _kind(value: object) -> str:

@@ -62,6 +62,8 @@ class LoadOptions:
     prefix_cache: bool = True
     tokenizer: bool = True
     pace: float | None = None
+    deterministic: bool = False
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         from cupaged.device import DEVICE_NAMES
@@ -88,7 +90,7 @@ class LoadOptions:
                 raise OptionError(f"quantize: {shown(self.quantize)} is not one of {', '.join(QUANTISATIONS)}")
             if self.dtype != "auto":
                 raise OptionError(f"quantize: {self.quantize} and dtype {self.dtype} exclude each other")
-        for name in ("prefix_cache", "tokenizer"):
+        for name in ("prefix_cache", "tokenizer", "deterministic", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}: {shown(getattr(self, name))} is not True or False")
         pace = DEFAULT_PACE if self.pace is None else self.pace
@@ -97,6 +99,18 @@ class LoadOptions:
         for name in ("kv_memory", "swap_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(name, getattr(self, name), 1 << 62)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model's files, checked but not loaded, and how its weights and K/V will be kept. kept: bytes by format."""
+
+    path: Path
+    checkpoint: Checkpoint
+    tensors: Mapping[str, WeightSource]
+    dtype: WeightType
+    kept: dict[str, int]
+    kv_dtype: StorageType
 
 
 @dataclass(slots=True)
@@ -113,45 +127,72 @@ class LoadedModel:
     engine: Engine
 
 
+class Reports:
+    """Calls that turn (done, total) into events for the sink; None where there is none."""
+
+    def __init__(self, sink: ProgressSink | None) -> None:
+        self._sink = sink
+
+    def of(self, stage: str, unit: str) -> Callable[..., None] | None:
+        sink = self._sink
+        return None if sink is None else lambda done, total=None: sink(ProgressEvent(stage, done, total, unit))
+
+    def say(self, line: str) -> None:
+        if self._sink is not None:
+            self._sink(ProgressEvent(line, 0, None, ""))
+
+
+def open_model(weights: str | Path, options: LoadOptions, reports: Reports) -> OpenedModel:
+    """Resolve (and fetch, if need be), open and check; nothing big is read yet."""
+    from cupaged.model.checkpoint import open_checkpoint
+    from cupaged.model.parameters import kept_bytes, weight_type
+    from cupaged.model.source import resolve_weights
+
+    path = resolve_weights(str(weights), reports.say)
+    checkpoint = open_checkpoint(path)
+    tensors = _as_asked(checkpoint, options.quantize)
+    stored = checkpoint.config.stored_dtype
+    dtype: Any = weight_type(tensors, stored) if options.dtype == "auto" else options.dtype
+    kv_dtype: Any = _kv_dtype(dtype) if options.kv_dtype == "auto" else options.kv_dtype
+    return OpenedModel(path, checkpoint, tensors, dtype, kept_bytes(tensors, dtype), kv_dtype)
+
+
+def chosen_device(options: LoadOptions, reports: Reports) -> Device:
+    """The device that was asked for: before the files, so that one that is not there is told before a download."""
+    from cupaged.device import make_device
+
+    device = make_device(
+        options.device, options.threads, reports.of("kernels", "kernels"),
+        deterministic=options.deterministic, graphs=options.graphs,
+    )  # fmt: skip
+    if not options.graphs and device.kind == "cpu":
+        device.close()
+        raise OptionError("graphs: False is for device cuda; device cpu has no graphs to leave out")
+    return device
+
+
 def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink | None = None) -> LoadedModel:
     """Resolve, open, check, and only then load: what can be refused is refused before anything big is read."""
     from cupaged.background import Background
     from cupaged.cache import PagedKVCache
-    from cupaged.device import make_device
     from cupaged.engine import Engine
     from cupaged.memory import BlockManager, GroupSpec, blocks_for
     from cupaged.memory_plan import plan_memory
-    from cupaged.model.checkpoint import open_checkpoint
     from cupaged.model.decoder import Decoder, scratch_shapes
-    from cupaged.model.parameters import kept_bytes, load_parameters, weight_type
-    from cupaged.model.source import resolve_weights
+    from cupaged.model.parameters import load_parameters
     from cupaged.model.tokenizer import load_tokenizer
     from cupaged.scheduler import PROMPT_ROWS
 
-    def report(stage: str, unit: str) -> Callable[..., None]:
-        def call(done: int, total: int | None = None) -> None:
-            if progress is not None:
-                progress(ProgressEvent(stage, done, total, unit))
-
-        return call
-
-    def say(line: str) -> None:
-        if progress is not None:
-            progress(ProgressEvent(line, 0, None, ""))
-
-    path = resolve_weights(str(weights), say)
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    metadata = checkpoint.metadata if checkpoint.kind == "gguf" else checkpoint.metadata["config.json"]
-    tensors = _as_asked(checkpoint, options.quantize)
-    dtype: Any = weight_type(tensors, config.stored_dtype) if options.dtype == "auto" else options.dtype
-    kept = kept_bytes(tensors, dtype)
-    kv_dtype: Any = _kv_dtype(dtype) if options.kv_dtype == "auto" else options.kv_dtype
-    # Its part of a start is Python's alone, while weights are packed by native code.
-    reading = Background(partial(load_tokenizer, path, checkpoint.kind, metadata)) if options.tokenizer else None
-
-    device = make_device(options.device, options.threads, report("kernels", "kernels"))
+    reports = Reports(progress)
+    device = chosen_device(options, reports)
     try:
+        opened = open_model(weights, options, reports)
+        checkpoint, dtype, kept, kv_dtype = opened.checkpoint, opened.dtype, opened.kept, opened.kv_dtype
+        config, path = checkpoint.config, opened.path
+        metadata = checkpoint.metadata if checkpoint.kind == "gguf" else checkpoint.metadata["config.json"]
+        # Its part of a start is Python's alone, while weights are packed by native code.
+        read = partial(load_tokenizer, path, checkpoint.kind, metadata)
+        reading = Background(read) if options.tokenizer else None
         device.prepare(kept, kv_dtype)
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
@@ -163,7 +204,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
             config, kv_dtype, options.block_size, options.kv_memory, options.max_model_len, available, weight_bytes,
             options.swap_memory, None if device.unified else device.host_memory().available,
         )  # fmt: skip
-        parameters = load_parameters(config, tensors, device.ops, dtype, report("weights", "parts"))
+        parameters = load_parameters(config, opened.tensors, device.ops, dtype, reports.of("weights", "parts"))
         decoder = Decoder(config, parameters, device.ops, device.empty, device.upload, max_tokens, rows)
         shape = (memory.num_blocks, memory.block_size, config.num_kv_heads, config.head_dim)
         caches = [
@@ -171,8 +212,11 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
             for group in config.kv_groups
         ]
         row = blocks_for(memory.max_model_len, memory.block_size)
-        spec = GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks)
-        manager = BlockManager([spec for _ in config.kv_groups], memory.host_blocks > 0, options.prefix_cache)
+        specs = [
+            GroupSpec(memory.num_blocks, memory.block_size, row, memory.host_blocks, group.window)
+            for group in config.kv_groups
+        ]
+        manager = BlockManager(specs, memory.host_blocks > 0, options.prefix_cache)
         tokenizer = None if reading is None else reading.result()
         eos = frozenset(config.eos_token_ids) | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         engine = Engine(

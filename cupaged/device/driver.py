@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,8 @@ def _library() -> Any:
 
 def installed_wheel() -> int | None:
     """The major version of CUDA that the installed CuPy is for; 0 if it does not say, None if there is no CuPy."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms that machines without a driver need not wait
+
     for major, name in WHEELS.items():
         with contextlib.suppress(PackageNotFoundError):
             version(name)

@@ -23,8 +23,8 @@ def test_version_and_help(run: Run) -> None:
         (["generat"], 2, "no such command: generat; did you mean generate? (see cupaged --help)"),
         (
             ["frobnicate"], 2,
-            "no such command: frobnicate; commands are bench, convert, detokenize, generate, info, tokenize "
-            "(see cupaged --help)",
+            "no such command: frobnicate; commands are bench, convert, detokenize, generate, info, tokenize, "
+            "warmup (see cupaged --help)",
         ),
         (["generate"], 2, "Missing option '--weights' / '-w' (see cupaged generate --help)"),
         (["info", "--weight", "x"], 2, "no such option: --weight; did you mean --weights? (see cupaged info --help)"),

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
+import pytest
 
+from cupaged.cli import main
 from cupaged.cli.info import lines
 from cupaged.cli.runtime import DTYPES
+from cupaged.device import driver
+from cupaged.errors import DeviceError
 from cupaged.kernels.interface import StorageType
 
 Run = Callable[..., tuple[int, str, str]]
@@ -23,6 +27,39 @@ def test_without_a_model_the_machine_is_told(run: Run) -> None:
     assert 0 < facts["host_memory"]["available_bytes"] <= facts["host_memory"]["total_bytes"]
     assert facts["folders"]["models"] and facts["folders"]["kernels"]
     assert isinstance(facts["gpu"]["cards"], list)
+
+
+def test_why_there_is_no_gpu_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "find_card", no_card)
+    _, out, _ = run("info")
+    words = [" ".join(line.split()) for line in out.splitlines()]
+    assert words[words.index("gpu") + 1 :][:2] == ["usable no", "reason no driver; install one"]
+    assert not any(line.startswith(("card ", "memory bytes")) for line in words)
+
+
+def test_U04_a_gpu_that_is_not_there_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the weights are looked for, which may be a download."""
+    monkeypatch.setattr(driver, "find_card", no_card)
+    for name in ("cuda", "gpu"):
+        assert main(["generate", "-w", "nowhere", "-p", "a", "--device", name]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == "cupaged: error: device 'cuda': no driver; install one\n"
+
+
+def test_a_gpu_is_told_with_its_card_and_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = driver.Card("NVIDIA H200", 90, 143771 << 20, 13000)
+    monkeypatch.setattr(driver, "find_card", lambda index=0: card)
+    gpu = json.loads(run("info", "--json")[1])["gpu"]
+    assert gpu["usable"] is True and gpu["reason"] is None
+    assert (gpu["card"], gpu["memory_bytes"]) == ("NVIDIA H200", 143771 << 20)
+    assert (gpu["compute_capability"], gpu["driver_cuda"]) == ("9.0", "13.0")
+
+
+def no_card(index: int = 0) -> driver.Card:
+    raise DeviceError("no driver; install one")
 
 
 def test_with_a_model_its_plan_is_told(run: Run) -> None:

