@@ -16,17 +16,22 @@
 #ifndef WIDE_LOADS // K and V rows are whole, aligned 16-byte chunks; 0: element by element, any head_dim and K order
 #define WIDE_LOADS 1
 #endif
-#ifndef BUFFERS // halves (K or V of a tile) in the ring; BUFFERS - 1 of them are on their way
+#ifndef BUFFERS // stages in the ring; BUFFERS - 1 of them are on their way
 #define BUFFERS 4
+#endif
+#ifndef PIECES // stages that a half (K or V of a tile) comes in, each with DIMS / PIECES columns of all its tokens
+#define PIECES 1
 #endif
 
 #define TILE 64
 #define PART 512
 #define SLICES 4
 #define DIMS ((HEAD_DIM + 15) / 16 * 16) // head_dim padded with zeros: two chunks of float16, a step of the tensor cores
-#define ROW_CHUNKS (DIMS / CHUNK + 1)    // chunks of a row in shared memory: odd, so that 8 rows touch all banks once
+#define PIECE_DIMS (DIMS / PIECES)
+#define ROW_CHUNKS (PIECE_DIMS / CHUNK + 1) // of a row in shared memory: odd, so that 8 rows touch all banks once
 #define ROW_BYTES (ROW_CHUNKS * 16)
-#define HALF_BYTES (TILE * ROW_BYTES)
+#define STAGE_BYTES (TILE * ROW_BYTES)
+static_assert(PIECES == 1 || HEAD_DIM % (64 * PIECES) == 0, "a piece has whole pairs of all lanes, and no padding");
 
 // One entry of the work list; made by plan.py, whose `ITEM_FIELDS` is the same list.
 struct WorkItem {
@@ -63,28 +68,31 @@ __device__ __forceinline__ void resolve_blocks(const Cache &cache, const int *ta
     }
 }
 
-// Start loading half `half` of the item (even: K of tile half / 2, odd: its V) into `target`; tokens outside
-// low..high-1 become zeros, so that what unused slots hold is never read.
-__device__ __forceinline__ void load_half(const Cache &cache, const stored_t *const *blocks, int half, int tile0,
-                                          int low, int high, unsigned char *target) {
+// Start loading stage `stage` of the item into `target`: piece stage % PIECES of half stage / PIECES (even: K of tile
+// half / 2, odd: its V). Tokens outside low..high-1 become zeros, so that what unused slots hold is never read.
+__device__ __forceinline__ void load_stage(const Cache &cache, const stored_t *const *blocks, int stage, int tile0,
+                                           int low, int high, unsigned char *target) {
     const int size = BLOCK_SIZE ? BLOCK_SIZE : cache.block_size;
+    const int half = stage / PIECES, column0 = stage % PIECES * PIECE_DIMS;
     const int first_block = low / size, start = tile0 + (half >> 1) * TILE;
     const long long side = half & 1 ? cache.kv_stride : 0;
 #if WIDE_LOADS
-    const int chunks = HEAD_DIM / CHUNK;
+    const int chunks = HEAD_DIM / PIECES / CHUNK;
     for (int i = threadIdx.x; i < TILE * chunks; i += blockDim.x) {
         const int row = i / chunks, chunk = i % chunks, token = start + row;
         const bool valid = token >= low && token < high;
         const stored_t *source = blocks[0];
         if (valid) {
             const int block = token / size;
-            source = blocks[block - first_block] + side + (long long)(token - block * size) * HEAD_DIM + chunk * CHUNK;
+            source = blocks[block - first_block] + side + (long long)(token - block * size) * HEAD_DIM + column0 +
+                     chunk * CHUNK;
         }
         copy16(target + row * ROW_BYTES + chunk * 16, source, valid);
     }
 #else
-    for (int i = threadIdx.x; i < TILE * HEAD_DIM; i += blockDim.x) {
-        const int row = i / HEAD_DIM, dim = i % HEAD_DIM, token = start + row;
+    const int columns = HEAD_DIM / PIECES;
+    for (int i = threadIdx.x; i < TILE * columns; i += blockDim.x) {
+        const int row = i / columns, column = i % columns, dim = column0 + column, token = start + row;
         stored_t value;
         narrow(0.f, &value);
         if (token >= low && token < high) {
@@ -93,7 +101,7 @@ __device__ __forceinline__ void load_half(const Cache &cache, const stored_t *co
                                                                 : (long long)slot * HEAD_DIM + dim;
             value = blocks[block - first_block][side + inner];
         }
-        reinterpret_cast<stored_t *>(target + row * ROW_BYTES)[dim] = value;
+        reinterpret_cast<stored_t *>(target + row * ROW_BYTES)[column] = value;
     }
 #endif
     copies_commit();

@@ -15,6 +15,7 @@
 #endif
 #define THREADS (32 * SLICES)
 #define PAIRS ((DIMS + 63) / 64) // pairs of dimensions that a lane owns, of each 64: 2 * lane, 2 * lane + 1
+#define PIECE_PAIRS (PAIRS / PIECES)
 
 __device__ __forceinline__ float2 value_pair(const unsigned char *row, int pair, float) {
     return *reinterpret_cast<const float2 *>(row + pair * 8);
@@ -29,16 +30,12 @@ struct RowState {
     float weighted[2 * PAIRS];
 };
 
-// Scores of the warp's 16 tokens for all rows, the new maxima, and weights into `weights` [ROWS][16].
-__device__ __forceinline__ void score_slice(const unsigned char *keys, const float *query, int rows, int token,
-                                            const Sight *sights, Scoring scoring, RowState (&states)[ROWS],
-                                            float *weights) {
+// products += a piece of Q . K: this lane's half of its chunks, for its token of the warp's 16.
+__device__ __forceinline__ void multiply_slice(const unsigned char *keys, const float *query, int rows,
+                                               float (&products)[ROWS]) {
     const int lane = threadIdx.x & 31, half = lane >> 4;
-    float products[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) products[r] = 0.f;
 #pragma unroll 4
-    for (int chunk = half; chunk < DIMS / CHUNK; chunk += 2) {
+    for (int chunk = half; chunk < PIECE_DIMS / CHUNK; chunk += 2) {
         float key[CHUNK];
         unpack(*reinterpret_cast<const uint4 *>(keys + (lane & 15) * ROW_BYTES + chunk * 16), key, stored_t());
 #pragma unroll
@@ -54,6 +51,12 @@ __device__ __forceinline__ void score_slice(const unsigned char *keys, const flo
                 }
             }
     }
+}
+
+// Scores of the warp's 16 tokens for all rows, the new maxima, and weights into `weights` [ROWS][16].
+__device__ __forceinline__ void score_slice(const float (&products)[ROWS], int rows, int token, const Sight *sights,
+                                            Scoring scoring, RowState (&states)[ROWS], float *weights) {
+    const int lane = threadIdx.x & 31, half = lane >> 4;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         if (r >= rows) continue;
@@ -73,25 +76,27 @@ __device__ __forceinline__ void score_slice(const unsigned char *keys, const flo
     }
 }
 
-// weighted += weights . V over the warp's 16 tokens. A row takes only tokens that it sees: weight 0 times NaN is NaN.
-__device__ __forceinline__ void weigh_slice(const unsigned char *values, const float *weights, int rows, int token0,
-                                            const Sight *sights, RowState (&states)[ROWS]) {
-    const int lane = threadIdx.x & 31;
+// weighted += weights . V over the warp's 16 tokens, in the dimensions of a piece. A row takes only tokens that it sees:
+// weight 0 times NaN is NaN.
+__device__ __forceinline__ void weigh_slice(const unsigned char *values, int piece, const float *weights, int rows,
+                                            int token0, const Sight *sights, RowState (&states)[ROWS]) {
+    const int lane = threadIdx.x & 31, first = piece * PIECE_PAIRS;
     for (int t = 0; t < 16; t++) {
-        float2 value[PAIRS];
+        float2 value[PIECE_PAIRS];
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
+        for (int i = 0; i < PIECE_PAIRS; i++) {
             const int pair = lane + 32 * i;
-            value[i] = 2 * pair < DIMS ? value_pair(values + t * ROW_BYTES, pair, stored_t()) : make_float2(0.f, 0.f);
+            value[i] = 2 * pair < PIECE_DIMS ? value_pair(values + t * ROW_BYTES, pair, stored_t()) : make_float2(0.f, 0.f);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             if (r < rows && token0 + t >= sights[r].first && token0 + t <= sights[r].last) {
                 const float weight = weights[r * 16 + t];
 #pragma unroll
-                for (int i = 0; i < PAIRS; i++) {
-                    states[r].weighted[2 * i] = fmaf(weight, value[i].x, states[r].weighted[2 * i]);
-                    states[r].weighted[2 * i + 1] = fmaf(weight, value[i].y, states[r].weighted[2 * i + 1]);
+                for (int i = 0; i < PIECE_PAIRS; i++) {
+                    float *weighted = states[r].weighted + 2 * (first + i);
+                    weighted[0] = fmaf(weight, value[i].x, weighted[0]);
+                    weighted[1] = fmaf(weight, value[i].y, weighted[1]);
                 }
             }
         }
@@ -112,7 +117,7 @@ paged_attention(const int *__restrict__ items, const int *__restrict__ num_items
     // The ring comes first; at an item's end the same memory holds the warps' results, [SLICES][ROWS][DIMS].
     unsigned char *ring = shared;
     float *merged = reinterpret_cast<float *>(shared);
-    const int overlay = BUFFERS * HALF_BYTES > SLICES * ROWS * DIMS * 4 ? BUFFERS * HALF_BYTES : SLICES * ROWS * DIMS * 4;
+    const int overlay = max(BUFFERS * STAGE_BYTES, SLICES * ROWS * DIMS * 4);
     float *queries = reinterpret_cast<float *>(shared + overlay); // the queries, [ROWS][DIMS]
     float *weights = queries + ROWS * DIMS;                       // [SLICES][ROWS][16]
     const stored_t **blocks = reinterpret_cast<const stored_t **>(weights + SLICES * ROWS * 16);
@@ -146,25 +151,37 @@ paged_attention(const int *__restrict__ items, const int *__restrict__ num_items
 #pragma unroll
             for (int i = 0; i < 2 * PAIRS; i++) states[r].weighted[i] = 0.f;
         }
-        for (int half = 0; half < BUFFERS - 1; half++)
-            if (half < halves) load_half(cache, blocks, half, tile0, item.low, item.high, ring + half * HALF_BYTES);
+        for (int stage = 0; stage < BUFFERS - 1; stage++)
+            if (stage < halves * PIECES)
+                load_stage(cache, blocks, stage, tile0, item.low, item.high, ring + stage * STAGE_BYTES);
             else copies_commit(); // groups are counted, empty ones too
         for (int half = 0; half < halves; half++) {
-            copies_wait<BUFFERS - 2>();
-            __syncthreads(); // everybody's copies of this half are there, and the half before is done with
-            const int next = half + BUFFERS - 1;
-            if (next < halves)
-                load_half(cache, blocks, next, tile0, item.low, item.high, ring + next % BUFFERS * HALF_BYTES);
-            else copies_commit();
-            const unsigned char *slice = ring + half % BUFFERS * HALF_BYTES + warp * 16 * ROW_BYTES;
-            const int token0 = tile0 + (half >> 1) * TILE + warp * 16;
-            if (half & 1) {
-                __syncwarp(FULL_MASK); // the weights of all lanes
-                weigh_slice(slice, weights + warp * ROWS * 16, rows, token0, sights, states);
-                __syncwarp(FULL_MASK);
-            } else
-                score_slice(slice, queries, rows, token0 + (lane & 15), sights, scoring, states,
-                            weights + warp * ROWS * 16);
+            float products[ROWS];
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) {
+                copies_wait<BUFFERS - 2>();
+                __syncthreads(); // everybody's copies of this stage are there, and the stage before is done with
+                const int stage = half * PIECES + piece, next = stage + BUFFERS - 1;
+                if (next < halves * PIECES)
+                    load_stage(cache, blocks, next, tile0, item.low, item.high, ring + next % BUFFERS * STAGE_BYTES);
+                else copies_commit();
+                const unsigned char *slice = ring + stage % BUFFERS * STAGE_BYTES + warp * 16 * ROW_BYTES;
+                const int token0 = tile0 + (half >> 1) * TILE + warp * 16;
+                if (half & 1) {
+                    __syncwarp(FULL_MASK); // the weights of all lanes
+                    weigh_slice(slice, piece, weights + warp * ROWS * 16, rows, token0, sights, states);
+                    __syncwarp(FULL_MASK);
+                } else {
+                    if (piece == 0) {
+#pragma unroll
+                        for (int r = 0; r < ROWS; r++) products[r] = 0.f;
+                    }
+                    multiply_slice(slice, queries + piece * PIECE_DIMS, rows, products);
+                    if (piece == PIECES - 1)
+                        score_slice(products, rows, token0 + (lane & 15), sights, scoring, states,
+                                    weights + warp * ROWS * 16);
+                }
+            }
         }
         __syncthreads(); // the ring is done with
 

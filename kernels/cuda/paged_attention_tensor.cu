@@ -20,6 +20,7 @@
 #define ROWS (16 * ROW_TILES)
 #define THREADS (32 * SLICES * ROW_TILES)
 #define STEPS (DIMS / 16) // of 16 dimensions
+#define PIECE_STEPS (STEPS / PIECES)
 #define QUERY_BYTES (DIMS * 2 + 16) // of a row of one term; an odd number of 16-byte chunks
 
 // What a warp's lane keeps of its two rows, g and g + 8: maxima (log2), its own part of the sums, and accumulators.
@@ -60,7 +61,7 @@ __device__ __forceinline__ void load_queries(const WorkItem &item, const float *
     }
 }
 
-// Scores of a 16 x 16 tile into the layout of C: [columns 0-7, 8-15][4].
+// Scores of a 16 x 16 tile, or what a piece adds to them, into the layout of C: [columns 0-7, 8-15][4].
 __device__ __forceinline__ void score_tile(const unsigned char *keys, const unsigned char *terms,
                                            float (&scores)[2][4]) {
     const int lane = threadIdx.x & 31;
@@ -68,7 +69,7 @@ __device__ __forceinline__ void score_tile(const unsigned char *keys, const unsi
     const unsigned char *key = keys + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
     const unsigned char *high = terms + (lane & 15) * QUERY_BYTES + (lane >> 4) * 16;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
+    for (int step = 0; step < PIECE_STEPS; step++) {
         unsigned b[4], a[4];
         load_matrices(b, key + step * 32);
         load_matrices(a, high + step * 32);
@@ -115,10 +116,12 @@ __device__ __forceinline__ void soften(float (&scores)[2][4], const float (&fact
     }
 }
 
-// weighted += weights . V of a slice. V as B: matrices (tokens 0-7 | 8-15) x (dimensions 0-7 | 8-15), transposed.
+// weighted += weights . V of a slice, in the dimensions of a piece. V as B: matrices (tokens 0-7 | 8-15) x
+// (dimensions 0-7 | 8-15), transposed.
 // FINITE: infinities and NaN of V are taken as zeros; `add_others` brings them in.
 template <bool FINITE>
-__device__ __forceinline__ void weigh_tile(const unsigned char *values, const float (&weights)[2][4], TileState &state) {
+__device__ __forceinline__ void weigh_tile(const unsigned char *values, int piece, const float (&weights)[2][4],
+                                           TileState &state) {
     const int lane = threadIdx.x & 31;
     unsigned high[4], low[4];
     float left[2][4], rest[2];
@@ -130,12 +133,13 @@ __device__ __forceinline__ void weigh_tile(const unsigned char *values, const fl
     }
     const unsigned char *value = values + (lane & 15) * ROW_BYTES + (lane >> 4) * 16;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
+    for (int i = 0; i < PIECE_STEPS; i++) {
+        const int step = piece * PIECE_STEPS + i;
         unsigned b[4];
-        load_matrices_transposed(b, value + step * 32);
+        load_matrices_transposed(b, value + i * 32);
         if (FINITE) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) b[i] = finite_pair(b[i]);
+            for (int j = 0; j < 4; j++) b[j] = finite_pair(b[j]);
         }
         multiply_add(state.weighted[2 * step], high, b[0], b[1]);
         multiply_add(state.weighted[2 * step], low, b[0], b[1]);
@@ -144,20 +148,21 @@ __device__ __forceinline__ void weigh_tile(const unsigned char *values, const fl
     }
 }
 
-// Whether a slice of V has an infinity or a NaN; the same answer in all lanes.
+// Whether a piece of a slice of V has an infinity or a NaN; the same answer in all lanes.
 __device__ __forceinline__ bool has_others(const unsigned char *values) {
     const int lane = threadIdx.x & 31;
     bool found = false;
-    for (int i = lane; i < 16 * (DIMS / 2); i += 32) {
-        const unsigned bits = *reinterpret_cast<const unsigned *>(values + i / (DIMS / 2) * ROW_BYTES + i % (DIMS / 2) * 4);
+    for (int i = lane; i < 16 * (PIECE_DIMS / 2); i += 32) {
+        const int token = i / (PIECE_DIMS / 2), pair = i % (PIECE_DIMS / 2);
+        const unsigned bits = *reinterpret_cast<const unsigned *>(values + token * ROW_BYTES + pair * 4);
         found |= finite_pair(bits) != bits;
     }
     return __any_sync(FULL_MASK, found);
 }
 
-// Infinities and NaN of a slice of V reach the rows that see their token, and no other: rare, and therefore slow.
-__device__ __forceinline__ void add_others(const unsigned char *values, const float (&weights)[2][4],
-                                        const Sight (&sights)[2], int token0, TileState &state) {
+// Infinities and NaN of a piece of V reach the rows that see their token, and no other: rare, and therefore slow.
+__device__ __forceinline__ void add_others(const unsigned char *values, int piece, const float (&weights)[2][4],
+                                           const Sight (&sights)[2], int token0, TileState &state) {
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int token = 0; token < 16; token++) {
@@ -171,14 +176,15 @@ __device__ __forceinline__ void add_others(const unsigned char *values, const fl
         }
         const stored_t *row = reinterpret_cast<const stored_t *>(values + token * ROW_BYTES);
 #pragma unroll
-        for (int n = 0; n < 2 * STEPS; n++)
+        for (int n = 0; n < 2 * PIECE_STEPS; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
+                float &weighted = state.weighted[2 * piece * PIECE_STEPS + n][j];
                 const float value = to_float(row[8 * n + 2 * (lane & 3) + (j & 1)]);
                 const Sight sight = sights[j >> 1];
                 const bool other = value - value != 0.f;
                 if (other && token0 + token >= sight.first && token0 + token <= sight.last)
-                    state.weighted[n][j] = fmaf(weight[j >> 1], value, state.weighted[n][j]);
+                    weighted = fmaf(weight[j >> 1], value, weighted);
             }
     }
 }
@@ -198,7 +204,7 @@ paged_attention_tensor(const int *__restrict__ items, const int *__restrict__ nu
     // The ring comes first; at an item's end the same memory holds the merged slices, [ROWS][DIMS] floats.
     unsigned char *ring = shared;
     float *merged = reinterpret_cast<float *>(shared);
-    const int overlay = BUFFERS * HALF_BYTES > ROWS * DIMS * 4 ? BUFFERS * HALF_BYTES : ROWS * DIMS * 4;
+    const int overlay = max(BUFFERS * STAGE_BYTES, ROWS * DIMS * 4);
     unsigned char *terms = shared + overlay; // of the queries, [2][ROWS]
     const stored_t **blocks = reinterpret_cast<const stored_t **>(terms + 2 * ROWS * QUERY_BYTES);
     __shared__ Sight sights[ROWS];
@@ -243,30 +249,36 @@ paged_attention_tensor(const int *__restrict__ items, const int *__restrict__ nu
 #pragma unroll
             for (int i = 0; i < 4; i++) state.weighted[n][i] = 0.f;
 
-        for (int half = 0; half < BUFFERS - 1; half++)
-            if (half < halves) load_half(cache, blocks, half, tile0, item.low, item.high, ring + half * HALF_BYTES);
+        for (int stage = 0; stage < BUFFERS - 1; stage++)
+            if (stage < halves * PIECES)
+                load_stage(cache, blocks, stage, tile0, item.low, item.high, ring + stage * STAGE_BYTES);
             else copies_commit(); // groups are counted, empty ones too
         for (int half = 0; half < halves; half++) {
-            copies_wait<BUFFERS - 2>();
-            __syncthreads(); // everybody's copies of this half are there, and the half before is done with
-            const int next = half + BUFFERS - 1;
-            if (next < halves)
-                load_half(cache, blocks, next, tile0, item.low, item.high, ring + next % BUFFERS * HALF_BYTES);
-            else copies_commit();
-            const unsigned char *stored = ring + half % BUFFERS * HALF_BYTES + slice * 16 * ROW_BYTES;
-            const int token0 = tile0 + (half >> 1) * TILE + slice * 16;
-            if (half & 1) {
-                const bool mixed = max(token0, item.low) < all_from || min(token0 + 16, item.high) - 1 > all_to;
-                if (mixed && has_others(stored)) {
-                    weigh_tile<true>(stored, weights, state);
-                    add_others(stored, weights, own, token0, state);
-                } else
-                    weigh_tile<false>(stored, weights, state);
-            } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) weights[0][i] = weights[1][i] = 0.f;
-                score_tile(stored, terms + tile_row0 * QUERY_BYTES, weights);
-                soften(weights, factor, own, token0, scoring, state);
+            for (int piece = 0; piece < PIECES; piece++) {
+                copies_wait<BUFFERS - 2>();
+                __syncthreads(); // everybody's copies of this stage are there, and the stage before is done with
+                const int stage = half * PIECES + piece, next = stage + BUFFERS - 1;
+                if (next < halves * PIECES)
+                    load_stage(cache, blocks, next, tile0, item.low, item.high, ring + next % BUFFERS * STAGE_BYTES);
+                else copies_commit();
+                const unsigned char *stored = ring + stage % BUFFERS * STAGE_BYTES + slice * 16 * ROW_BYTES;
+                const int token0 = tile0 + (half >> 1) * TILE + slice * 16;
+                if (half & 1) {
+                    const bool mixed = max(token0, item.low) < all_from || min(token0 + 16, item.high) - 1 > all_to;
+                    if (mixed && has_others(stored)) {
+                        weigh_tile<true>(stored, piece, weights, state);
+                        add_others(stored, piece, weights, own, token0, state);
+                    } else
+                        weigh_tile<false>(stored, piece, weights, state);
+                } else {
+                    if (piece == 0) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) weights[0][i] = weights[1][i] = 0.f;
+                    }
+                    score_tile(stored, terms + tile_row0 * QUERY_BYTES + piece * PIECE_DIMS * 2, weights);
+                    if (piece == PIECES - 1) soften(weights, factor, own, token0, scoring, state);
+                }
             }
         }
         __syncthreads(); // the ring is done with

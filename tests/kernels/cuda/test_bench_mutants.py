@@ -54,7 +54,7 @@ def test_unchanged_kernels_pass() -> None:
     assert decode(4, "race") < 1e-4
 
 
-BARRIER = "__syncthreads(); // everybody's copies of this half are there, and the half before is done with"
+BARRIER = "__syncthreads(); // everybody's copies of this stage are there, and the stage before is done with"
 
 
 @pytest.mark.parametrize(("file", "group"), [("paged_attention.cu", 1), ("paged_attention_tensor.cu", 4)])

@@ -120,7 +120,7 @@ def test_blocks_shared_at_the_front_are_read_once_for_all(kernel: str) -> None:
     queries = queries_for([1, 2, 1], heads_of(kernel), 64)
     together = setup.run(queries)
     plan = ops.plan_attention(setup.view, setup.tables, [0, 1, 3, 4], setup.contexts, heads_of(kernel))
-    parts = plan.work.items[:, 3].tolist()
+    parts = plan.passes[0].work.items[:, 3].tolist()
     rows = plan.variant.rows
     need = 4 * KERNELS[kernel][1]
     assert parts.count(0) == parts.count(1) == -(-need // rows)
@@ -212,9 +212,9 @@ def test_K02_what_a_device_cannot_hold_is_refused_with_numbers() -> None:
     cache = PagedKVCache(4, 16, 1, 272, 1, "float16", NumpyDevice(ops))
     with pytest.raises(KernelError, match=r"head_dim: 272 .* 256"):
         ops.plan_attention(cache.view, np.zeros((1, 1), np.int32), [0, 1], [3], 4)
-    small = emulated_operations(shared_limit=64 << 10)
+    small = emulated_operations(shared_limit=32 << 10)
     cache = PagedKVCache(4, 16, 1, 256, 1, "float32", NumpyDevice(small))
-    with pytest.raises(KernelError, match=r"256 of float32 needs [\d,]+ bytes .* 65,536"):
+    with pytest.raises(KernelError, match=r"256 of float32 needs 36,408 bytes .* 32,768"):
         small.plan_attention(cache.view, np.zeros((1, 1), np.int32), [0, 1], [3], 4)
 
 
@@ -228,8 +228,8 @@ def test_rows_of_shared_memory_start_in_different_banks(head_dim: int, dtype: st
 
 @pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
 def test_enough_bytes_are_under_way(limit: int) -> None:
-    """Rings of decode: 40 KiB and more, from what one block may have of any card from sm_80 on, up to head_dim 128."""
-    for head_dim in (64, 80, 96, 128):
+    """Rings of decode: 40 KiB and more, from what one block may have of any card from sm_80 on."""
+    for head_dim in (64, 80, 96, 128, 256):
         for dtype in ("float16", "bfloat16"):
             for make, rows in ((plain_variant, 1), (tensor_variant, 16)):
                 assert make(head_dim, dtype, 16, rows, limit).in_flight >= 40 << 10
