@@ -165,15 +165,21 @@ class CpuOperations:
     ) -> None:
         panel, rows_a_chunk = (PANEL, _ROWS_A_CHUNK) if part.layout is None else (QUANT_PANEL, MB)
         panels = -(-part.rows // panel)
-        # Work for every thread several times over; with many rows, panels alone may be too few.
-        panels_a_chunk = max(1, panels // max(16, 4 * self.team.threads))
         if panels < 8:
             rows_a_chunk = 48
+        row_groups = -(-count // rows_a_chunk)
+        arguments = (part.address, x, out, count, part.rows, part.cols, x_stride, out_stride)
+        scratch = self._scratch_address("matmul", 0)
+        if part.layout is None:
+            # Work for every thread several times over; with many rows, panels alone may be too few.
+            panels_a_chunk = max(1, panels // max(16, 4 * self.team.threads))
+            chunks = -(-panels // panels_a_chunk) * row_groups
+            self.team.launch(f"matmul_{part.dtype}", chunks, *arguments, panels_a_chunk, rows_a_chunk, scratch, bias)
+            return
+        chunks, large, large_size, small_size = chunks_of(panels, self.team.threads)
         self.team.launch(
-            f"matmul_{part.dtype}" if part.layout is None else f"quant_matmul_{part.layout}",
-            -(-panels // panels_a_chunk) * -(-count // rows_a_chunk),
-            part.address, x, out, count, part.rows, part.cols, x_stride, out_stride,
-            panels_a_chunk, rows_a_chunk, self._scratch_address("matmul", 0), bias,
+            f"quant_matmul_{part.layout}", chunks * row_groups,
+            *arguments, large_size, rows_a_chunk, scratch, bias, large, small_size,
         )  # fmt: skip
 
     # -- elementwise
@@ -349,6 +355,21 @@ class CpuOperations:
         arguments = (contiguous("logits", logits), size, address(settings), address(out), scratch, scratch_bytes)
         self.team.launch("sample", count, *arguments)
         return [int(token) for token in out]
+
+
+def chunks_of(panels: int, threads: int) -> tuple[int, int, int, int]:
+    """How a product's panels are dealt out: (chunks, large ones, panels of a large one, panels of a small one).
+
+    The large ones come first, one a thread, and are four fifths of all; the rest goes to whoever is done. A core's
+    prefetching runs on beyond a chunk, into what another core is reading: with many small chunks two threads were
+    slower than one (measured on 345 KB: 30 chunks 15 us, 4 chunks 9 us, one thread 11 us).
+    """
+    if threads == 1:
+        return 1, 1, panels, 1
+    large_size = panels * 4 // (5 * threads)
+    large = threads if large_size else 0
+    small_size = max(1, panels // (4 * threads))
+    return large + -(-(panels - large * large_size) // small_size), large, large_size, small_size
 
 
 def sample_scratch(size: int) -> int:

@@ -93,8 +93,8 @@ def row_tiles(layout_name: str) -> Any:
 def quant_matmul(layout_name: str) -> Any:
     """The operation: a chunk is a group of rows by a group of panels.
 
-    Record: weights, input records, out, M, N, K, x stride, out stride (bytes), panels a chunk, rows a chunk, scratch
-    (SCRATCH bytes a thread), bias address (0: none).
+    Record: weights, input records, out, M, N, K, x stride, out stride (bytes), panels of a large chunk, rows a chunk,
+    scratch (SCRATCH bytes a thread), bias address (0: none), large chunks, panels of a small chunk (`chunks_of`).
     """
     tiles = row_tiles(layout_name)
     size, longest = LAYOUTS[layout_name].record, LAYOUTS[layout_name].piece
@@ -104,12 +104,17 @@ def quant_matmul(layout_name: str) -> Any:
         weights, x, out = load64(op + 16), load64(op + 24), load64(op + 32)
         m_total, n_total, blocks = load64(op + 40), load64(op + 48), load64(op + 56) // BLOCK
         x_stride, out_stride = load64(op + 64), load64(op + 72)
-        panels_a_chunk, rows_a_chunk = load64(op + 80), load64(op + 88)
+        large_size, rows_a_chunk = load64(op + 80), load64(op + 88)
         scratch, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
+        large, small_size = load64(op + 112), load64(op + 120)
         panels = (n_total + PANEL - 1) // PANEL
-        groups = (panels + panels_a_chunk - 1) // panels_a_chunk
-        first_panel = (chunk % groups) * panels_a_chunk
-        last_panel = min(panels, first_panel + panels_a_chunk)
+        groups = large + (panels - large * large_size + small_size - 1) // small_size
+        part = chunk % groups
+        first_panel = part * large_size
+        last_panel = first_panel + large_size
+        if part >= large:
+            first_panel = large * large_size + (part - large) * small_size
+            last_panel = min(panels, first_panel + small_size)
         first_row = (chunk // groups) * rows_a_chunk
         last_row = min(m_total, first_row + rows_a_chunk)
         for row in range(first_row, last_row, MB):

@@ -260,19 +260,22 @@ def test_sources_are_packed_from_any_rows(cpu: Any) -> None:
     assert same_bits(out, whole)
 
 
-def test_threads_do_not_change_bits() -> None:
-    source, x = blocks_of("Q4_1", 333, 576), inputs(150, 576)
+@pytest.mark.parametrize("outputs", [70, 333, 1000])
+def test_threads_do_not_change_bits(outputs: int) -> None:
+    """They get large chunks and small ones, as many as there are panels for."""
+    source, x = blocks_of("Q4_1", outputs, 96), inputs(150, 96)
     results = []
-    for threads in (1, 2, 3, 5):
+    for threads in (1, 2, 3, 5, 8):
         device = make_device("cpu", threads=threads)
         try:
             weight = device.ops.matrix(source, "quantised")
-            outs = [np.empty((count, 333), np.float32) for count in (1, 150)]
+            outs = [np.full((count, outputs), np.nan, np.float32) for count in (1, 150)]
             for out in outs:
                 device.ops.matmul(x[: len(out)], weight, out)
             results.append(outs)
         finally:
             device.close()
+    assert np.isfinite(results[0][1]).all()
     for outs in results[1:]:
         assert all(same_bits(one, other) for one, other in zip(outs, results[0], strict=True))
 
