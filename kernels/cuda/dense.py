@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.cuda.arrays import contiguous, row_stride
 from cupaged.kernels.cuda.launch import Backend, Launcher
-from cupaged.kernels.cuda.packing import FORMATS, UNITS, pack_part
+from cupaged.kernels.cuda.packing import FORMATS, CudaMatrix, Part, pack_part, unit_blocks
+from cupaged.kernels.cuda.products import Products
 from cupaged.kernels.interface import Activation, Array, Matrix, WeightSource, WeightType
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # -DACTIVATION
-_STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
-_OUTPUTS = 16  # of a block of matmul.cu
-_TOKENS = (1, 8)  # rows of x that a block takes: decode of one sequence, and more
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a matrix in one format, on the device."""
-
-    format: str
-    rows: int
-    planes: dict[str, Array | None]
-
-
-@dataclass(frozen=True, slots=True)
-class CudaMatrix:
-    """A weight matrix [rows, cols]; a join of files' tensors in different formats has several parts."""
-
-    rows: int
-    cols: int
-    dtype: str
-    nbytes: int
-    parts: tuple[Part, ...]
+_PACKED_AT_ONCE = 64 << 20  # bytes of float32 rows: of a large matrix the host never holds more beside its file
 
 
 class Dense:
@@ -43,6 +23,7 @@ class Dense:
     def __init__(self, backend: Backend, launcher: Launcher) -> None:
         self._backend = backend
         self._launch = launcher
+        self._products = Products(backend, launcher)
 
     def matrix(self, source: WeightSource, dtype: WeightType) -> CudaMatrix:
         """See `interface.Operations.matrix`. "quantised" keeps Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; other block formats
@@ -50,18 +31,31 @@ class Dense:
         if len(source.shape) != 2:
             raise KernelError(f"matrix: expected two dimensions, got shape {tuple(source.shape)}")
         pieces = source.parts if dtype == "quantised" else (source,)
-        packed = [pack_part(piece, dtype) for piece in pieces]
-        parts = tuple(
-            Part(
-                part.format,
-                part.rows,
-                {name: None if plane is None else self._backend.upload(plane) for name, plane in part.planes.items()},
-            )
-            for part in packed
-        )
+        parts = tuple(self._part(piece, dtype) for piece in pieces)
         names = "+".join(dict.fromkeys(part.format for part in parts))
-        size = sum(int(plane.nbytes) for part in packed for plane in part.planes.values() if plane is not None)
+        size = sum(int(plane.nbytes) for part in parts for plane in part.planes.values() if plane is not None)
         return CudaMatrix(source.shape[0], source.shape[1], names, size, parts)
+
+    def _part(self, source: WeightSource, dtype: str) -> Part:
+        """Packed and sent some rows at a time."""
+        rows, cols = source.shape
+        step = max(1, _PACKED_AT_ONCE // (4 * max(1, cols)))
+        planes: dict[str, Array | None] = {}
+        kind = dtype
+        for first in range(0, max(1, rows), step):
+            packed = pack_part(source, dtype, first, min(rows, first + step))
+            kind = packed.format
+            for name, plane in packed.planes.items():
+                if plane is None:
+                    planes[name] = None
+                    continue
+                row_bytes = plane.size // max(1, packed.rows)
+                if name not in planes:
+                    planes[name] = self._backend.empty((rows * row_bytes,), np.uint8)
+                whole = planes[name]
+                assert whole is not None
+                self._backend.upload(plane, whole[first * row_bytes :][: plane.size])
+        return Part(kind, rows, planes)
 
     def vector(self, source: WeightSource) -> Array:
         """A norm weight or bias as a float32 array on the device."""
@@ -70,25 +64,8 @@ class Dense:
     def matmul(
         self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False
     ) -> None:  # fmt: skip
-        """out = x @ weight.T + bias; see matmul.cu. x is never quantised here: all products are precise."""
-        matrix = _cuda(weight, "weight")
-        count = int(x.shape[0])
-        contiguous("x", x, (count, matrix.cols))
-        contiguous("out", out, (count, matrix.rows))
-        if bias is not None:
-            contiguous("bias", bias, (matrix.rows,))
-        if count == 0:
-            return
-        tokens = next((n for n in _TOKENS if n >= count), _TOKENS[-1])
-        first = 0
-        for part in matrix.parts:
-            self._launch(
-                "matmul.cu", "matmul", (-(-part.rows // _OUTPUTS), -(-count // tokens)), 128,
-                {"FORMAT": FORMATS[part.format], "TOKENS": tokens},
-                x=x, bias=None if bias is None else bias[first:], out=out.reshape(-1)[first:],
-                out_stride=matrix.rows, count=count, rows=part.rows, cols=matrix.cols, **part.planes,
-            )  # fmt: skip
-            first += part.rows
+        """out = x @ weight.T + bias; see products.py. x is never quantised here: all products are precise."""
+        self._products.matmul(x, _cuda(weight, "weight"), out, bias)
 
     def embed(self, ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:
         """out[t] = table[ids[t]] * scale. An id outside the table makes its row NaN, which the engine reports."""
@@ -100,7 +77,7 @@ class Dense:
         contiguous("out", out, (count, matrix.cols))
         if count:
             self._launch(
-                "dequantise.cu", "embed", (count, _unit_blocks(part, matrix.cols)), 128,
+                "dequantise.cu", "embed", (count, unit_blocks(part.format, matrix.cols)), 128,
                 {"FORMAT": FORMATS[part.format]},
                 ids=ids, out=out, rows=matrix.rows, cols=matrix.cols, scale=scale, **part.planes,
             )  # fmt: skip
@@ -113,11 +90,7 @@ class Dense:
         part = matrix.parts[0]
         contiguous("out", out, (len(out), matrix.cols), "uint16" if dtype == "bfloat16" else dtype)
         if len(out):
-            self._launch(
-                "dequantise.cu", "dequantise", (len(out), _unit_blocks(part, matrix.cols)), 128,
-                {"FORMAT": FORMATS[part.format], "STORAGE": _STORAGE[dtype]},
-                out=out, first_row=first, cols=matrix.cols, **part.planes,
-            )  # fmt: skip
+            self._products.dequantise(part, matrix.cols, first, out, dtype)
 
     def take_rows(self, x: Array, rows: Array, out: Array) -> None:
         """out[r] = x[rows[r]]."""
@@ -198,10 +171,6 @@ class Dense:
         if count:
             grid = min(-(-count // 256), self._backend.multiprocessors * 8)
             self._launch("elementwise.cu", "add", (grid,), 256, {}, x=x, y=y, count=count)
-
-
-def _unit_blocks(part: Part, cols: int) -> int:
-    return -(-cols // (UNITS[part.format] * 128))
 
 
 def _cuda(weight: Matrix, name: str) -> CudaMatrix:

@@ -60,3 +60,44 @@ take_rows(const float *__restrict__ x, const int *__restrict__ rows, float *__re
     const float *source = x + (long long)rows[blockIdx.x] * cols;
     for (int i = threadIdx.x; i < cols; i += blockDim.x) out[(long long)blockIdx.x * cols + i] = source[i];
 }
+
+// out[t, i] = x[t, i] / factors[t] in the storage type (-DSTORAGE), zeros from column `cols` to `padded`: rows of a matrix
+// product on tensor cores. A float16 row whose largest value would not fit, or not well, is divided by a power of two,
+// which finish_rows multiplies by again: so the product is right whatever the row's size. Other types take any row.
+//
+// Grid: rows, 256 threads. Bytes: 4 (8 in float16) and itemsize an element.
+extern "C" __global__ void __launch_bounds__(256)
+narrow_rows(const float *__restrict__ x, stored_t *__restrict__ out, float *__restrict__ factors, int cols, int padded) {
+    const float *row = x + (long long)blockIdx.x * cols;
+    float down = 1.f, factor = 1.f;
+#if STORAGE == 1
+    __shared__ unsigned maxima[8];
+    unsigned largest = 0;
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) largest = max(largest, __float_as_uint(row[i]) & 0x7fffffffu);
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, lanes));
+    if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = largest;
+    __syncthreads();
+    for (int i = 0; i < (int)blockDim.x >> 5; i++) largest = max(largest, maxima[i]);
+    const int exponent = largest >> 23; // 0 for zeros (or denormals), 255 for infinities and NaN, which stay what they are
+    if (exponent > 0 && exponent < 255 && (exponent >= 127 + 15 || exponent < 127 - 4)) {
+        const int power = min(exponent, 253); // a factor and its inverse are normal numbers
+        down = __uint_as_float((unsigned)(254 - power) << 23);
+        factor = __uint_as_float((unsigned)power << 23);
+    }
+#endif
+    for (int i = threadIdx.x; i < padded; i += blockDim.x)
+        narrow(i < cols ? row[i] * down : 0.f, out + (long long)blockIdx.x * padded + i);
+    if (threadIdx.x == 0) factors[blockIdx.x] = factor;
+}
+
+// out[t, i] = out[t, i] * factors[t] + bias[i], after a matrix product; bias may be absent.
+//
+// Grid: rows, 256 threads. Bytes: 8 an element; nothing where there is nothing to do.
+extern "C" __global__ void __launch_bounds__(256)
+finish_rows(float *out, long long out_stride, const float *__restrict__ factors, const float *__restrict__ bias, int cols) {
+    const float factor = factors[blockIdx.x];
+    if (factor == 1.f && !bias) return;
+    float *row = out + blockIdx.x * out_stride;
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) row[i] = bias ? row[i] * factor + bias[i] : row[i] * factor;
+}

@@ -19,6 +19,9 @@ Kernel = Callable[..., None]
 """``kernel(grid, block, arguments, shared_bytes)``: queues one launch on the backend's stream. Arguments are arrays, or
 NumPy scalars of exactly the parameter's type."""
 
+Gemm = Callable[[Array, Array, Array, str], None]
+"""``gemm(x, weight, out, dtype)``: queues out = x @ weight.T; see `runtime.Runtime.gemm`."""
+
 NULL = np.uint64(0)
 
 
@@ -46,8 +49,13 @@ class Backend(Protocol):
         """Uninitialised array, aligned to 16 bytes at least."""
         ...
 
-    def upload(self, host: Array) -> Array:
-        """A contiguous NumPy array on the device, before any work queued later."""
+    @property
+    def gemm(self) -> Gemm | None:
+        """A library's matrix product; None where ours shall do."""
+        ...
+
+    def upload(self, host: Array, out: Array | None = None) -> Array:
+        """A contiguous NumPy array on the device (in `out`, if given), before any work queued later."""
         ...
 
     def download(self, array: Array) -> Array:

@@ -12,7 +12,8 @@ import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.cuda.arrays import contiguous, row_stride
-from cupaged.kernels.cuda.attention import STORAGE, Attention
+from cupaged.kernels.cuda.attention import STORAGE
+from cupaged.kernels.cuda.attention_run import Attention
 from cupaged.kernels.cuda.dense import Dense
 from cupaged.kernels.cuda.launch import Backend, Launcher
 from cupaged.kernels.cuda.sampling import Sampling
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 class CudaOperations:
     """`interface.Operations` on the arrays of a backend. What each computes is documented where it is implemented.
 
-    fixed_block_size: see `attention.Attention`. tensor_cores: None uses them where the device has them, K and V are of
-    16 bits and a KV head serves 4 query heads or more; True for any number of heads, False never. The choice is one for
-    all calls, because the two kernels differ in the last bits.
+    fixed_block_size: see `attention_run.Attention`. tensor_cores: None uses them where the device has them, K and V are
+    of 16 bits and a KV head serves 4 query heads or more; True for any number of heads, False never. The choice is one
+    for all calls, because the two kernels differ in the last bits.
     """
 
     def __init__(self, backend: Backend, fixed_block_size: bool = True, tensor_cores: bool | None = None) -> None:
@@ -36,7 +37,7 @@ class CudaOperations:
         self._launch = Launcher(backend)
         attention = Attention(backend, self._launch, fixed_block_size, tensor_cores)
         self.plan_attention = attention.plan
-        self.paged_attention = attention.run
+        self.paged_attention, self.refill_plan = attention.run, attention.refill
         dense = Dense(backend, self._launch)
         self.matrix, self.vector = dense.matrix, dense.vector
         self.matmul, self.embed, self.dequantise = dense.matmul, dense.embed, dense.dequantise

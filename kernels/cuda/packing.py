@@ -29,14 +29,41 @@ class Packed:
     planes: dict[str, Array | None]
 
 
-def pack_part(source: WeightSource, dtype: str) -> Packed:
-    """A part of a weight [N, K] as `dtype` (a storage type, or "quantised": its own format).
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a matrix in one format, on the device."""
+
+    format: str
+    rows: int
+    planes: dict[str, Array | None]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMatrix:
+    """A weight matrix [rows, cols]; a join of files' tensors in different formats has several parts."""
+
+    rows: int
+    cols: int
+    dtype: str
+    nbytes: int
+    parts: tuple[Part, ...]
+
+
+def unit_blocks(kind: str, cols: int) -> int:
+    """Blocks of 128 threads for a row of a format, a unit for each thread."""
+    return -(-cols // (UNITS[kind] * 128))
+
+
+def pack_part(source: WeightSource, dtype: str, first: int = 0, stop: int | None = None) -> Packed:
+    """Rows first..stop-1 of a part of a weight [N, K] as `dtype` (a storage type, or "quantised": its own format).
+    Planes of all rows are those of some rows one after another.
 
     A format without a kernel here (Q5_0, Q5_1, Q5_K, IQ4_NL) is kept as float16. KernelError for another dtype.
     """
-    rows, cols = source.shape
+    stop = source.shape[0] if stop is None else stop
+    rows, cols = stop - first, source.shape[1]
     kind = kept_type(source.dtype, cols) if dtype == "quantised" else dtype
-    raw = source.blocks(0, rows) if kind in _SPLIT else None
+    raw = source.blocks(first, stop) if kind in _SPLIT else None
     if raw is not None:
         return Packed(kind, rows, cols, dict.fromkeys(PLANES) | _SPLIT[kind](np.asarray(raw), rows))
     if kind not in ("float32", "float16", "bfloat16"):
@@ -44,7 +71,7 @@ def pack_part(source: WeightSource, dtype: str) -> Packed:
             raise KernelError(f"dtype: {dtype!r} is not float32, float16, bfloat16 or quantised")
         kind = "float16"
     wide = np.zeros((rows, -(-cols // 32) * 32), np.float32)
-    wide[:, :cols] = source.float32(0, rows)
+    wide[:, :cols] = source.float32(first, stop)
     if kind == "bfloat16":
         stored = bfloat16.from_float32(wide)
     else:

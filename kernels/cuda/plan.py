@@ -57,10 +57,7 @@ def make_plan(
     counts = np.diff(query_starts)
     num_tokens = int(query_starts[-1])
     sequence_of = np.repeat(np.arange(len(counts)), counts)
-    last_of = np.repeat(context_lens - query_starts[1:], counts)
-    positions = (np.arange(num_tokens) + last_of).astype(np.int64)
-    first_part = np.maximum(0, positions - reach + 1) // PART
-    state_counts = np.where(positions < 0, 0, positions // PART + 1 - first_part)
+    positions, first_part, state_counts = parts_seen(query_starts, context_lens, window)
     kept = np.where(state_counts > 1, state_counts, 0)
     state_starts = np.cumsum(kept) - kept
 
@@ -78,6 +75,15 @@ def make_plan(
     narrow = [x.astype(np.int32) for x in (token, positions, state_starts, state_counts)]
     merges = np.flatnonzero(state_counts != 1).astype(np.int32)
     return WorkPlan(num_tokens, items, narrow[0], narrow[1], narrow[2], narrow[3], merges, int(kept.sum()), reach)
+
+
+def parts_seen(query_starts: Array, context_lens: Array, window: int | None) -> tuple[Array, Array, Array]:
+    """Of each query token: its position, the first part of the context that it sees, and the number of parts."""
+    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    last_of = np.repeat(context_lens - query_starts[1:], np.diff(query_starts))
+    positions = (np.arange(int(query_starts[-1])) + last_of).astype(np.int64)
+    first_part = np.maximum(0, positions - reach + 1) // PART
+    return positions, first_part, np.where(positions < 0, 0, positions // PART + 1 - first_part)
 
 
 def _readers(tables: Array, sequence: Array, part: Array, context_lens: Array, block_size: int, reach: int) -> Array:

@@ -12,10 +12,13 @@ to work issued on the compute stream later. Of the other streams the pool knows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cupaged.kernels.interface import Array
+
+if TYPE_CHECKING:
+    from cupaged.kernels.cuda.variants import Build
 
 Stream = Any  # opaque to callers
 Event = Any
@@ -83,6 +86,11 @@ class Runtime(Protocol):
         to use so much dynamic shared memory. Kept."""
         ...
 
+    def prepare(self, builds: Sequence[Build], progress: Callable[[int, int], None] | None) -> None:
+        """Compile those of these kernels that the cache of cubins does not have, several at a time, so that `function`
+        has them at once. progress(done, total) counts those that were compiled."""
+        ...
+
     def launch(
         self,
         function: Function,
@@ -118,7 +126,9 @@ class Runtime(Protocol):
         """A graph of the recorded work, ready to be launched; it holds addresses, not arrays."""
         ...
 
-    def launch_graph(self, graph: Graph, stream: Stream) -> None: ...
+    def launch_graph(self, graph: Graph, stream: Stream) -> None:
+        """Queue the graph. It may be dropped before it has run: CUDA then frees it behind its last launch."""
+        ...
 
     def close(self) -> None:
         """Wait for all work, and give back pools, handles and streams."""

@@ -25,6 +25,7 @@ class EmulatedBackend:
         self.check: str | None = None
         self.launches: list[tuple[str, tuple[int, ...]]] = []
         self.reports: list[Any] = []
+        self.gemm: Any = None  # a library's product, where a test wants one
         self._kernels: dict[tuple[Any, ...], Any] = {}
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
@@ -52,8 +53,9 @@ class EmulatedBackend:
         start = -raw.ctypes.data % 64
         return raw[start : start + count].view(dtype).reshape(shape)
 
-    def upload(self, host: np.ndarray) -> np.ndarray:
-        out = self.empty(host.shape, host.dtype)
+    def upload(self, host: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        if out is None:
+            out = self.empty(host.shape, host.dtype)
         out[...] = host
         return out
 

@@ -28,7 +28,8 @@ def test_every_kernel_of_every_source_is_found() -> None:
     for name, kernels in found.items():
         assert len(kernels) == sources.text(name).count("__global__") > 0, name
     expected = """paged_attention paged_attention_tensor merge_parts write_kv copy_blocks rms_norm layer_norm head_norm
-        rope gated_activation add take_rows matmul embed dequantise sample_max sample_weights sample_select"""
+        rope gated_activation add take_rows narrow_rows finish_rows matmul embed dequantise sample_max sample_weights
+        sample_select sample_broken"""
     assert set(expected.split()) == {kernel for kernels in found.values() for kernel in kernels}
 
 
@@ -111,6 +112,9 @@ def test_K14_K15_every_launch_of_a_forward_pass_is_typed() -> None:
         ops.matmul(x, matrix, out, optional)
         ops.layer_norm(x, weight, optional, 1e-5, out, None if optional is None else x.copy())
         ops.rms_norm(x, weight, 1e-5, out, None if optional is None else x.copy())
+    many = np.ones((9, 64), np.float32)
+    backend.gemm = lambda x, weight, product, dtype: product.fill(0)
+    ops.matmul(many, matrix, np.empty_like(many), weight)
     ops.embed(positions, matrix, out)
     ops.dequantise(matrix, 0, np.empty((3, 64), np.float16), "float16")
     ops.take_rows(x, positions, out)
@@ -126,6 +130,7 @@ def test_K14_K15_every_launch_of_a_forward_pass_is_typed() -> None:
         np.arange(5, dtype=np.int32), table,
     )  # fmt: skip
     ops.copy_blocks(setup.view, [0], [1])
+    ops.broken_rows(x)
     ops.sample(x, SampleRows([0.5] * 3, [3] * 3, [0.9] * 3, [0.0] * 3, [1] * 3, [0] * 3, [0] * 3))
     assert set(backend.seen) == {name for source in sources.source_names() for name in sources.kernels(source)}
 
