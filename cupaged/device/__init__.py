@@ -44,8 +44,10 @@ def make_device(
     reason = None if name == "cpu" or (name == "auto" and threads is not None) else why_no_gpu()
     if name == "cuda" and reason is not None:
         raise NoDeviceError(f"device 'cuda': {reason}")
-    if name == "cuda":
-        raise NoDeviceError("device 'cuda': this version of cupaged runs on the CPU only; use --device cpu")
+    if name == "cuda" or (name == "auto" and threads is None and reason is None):
+        from cupaged.device.cuda import CudaDevice
+
+        return CudaDevice(None, deterministic, graphs, progress)
     from cupaged.device.cpu import CpuDevice
 
     return CpuDevice(threads, progress)

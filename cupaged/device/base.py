@@ -1,4 +1,4 @@
-"""What the runtime asks of a device. `cpu.py` implements it on NumPy and Numba; the CUDA device will on CuPy.
+"""What the runtime asks of a device. `cpu.py` implements it on NumPy and Numba, `cuda.py` on CuPy.
 
 Work is issued on three streams, named by what they do: "compute", "to_host", "to_device". Work of one stream runs in
 the order issued; between streams only events order it. On a device whose work is done when a call returns, events are
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cupaged.device.host_memory import host_memory
-from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
+from cupaged.kernels.interface import Activation, Array, AttentionPlan, Operations, StorageType
 
 StreamName = Literal["compute", "to_host", "to_device"]
 CopyStream = Literal["to_host", "to_device"]
@@ -26,6 +26,16 @@ class MemoryInfo:
 
     total: int
     available: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides between compiled kernels. group: query heads of a KV head."""
+
+    head_dim: int
+    group: int
+    block_size: int
+    activation: Activation
 
 
 class Event(Protocol):
@@ -68,10 +78,13 @@ class Device(ABC):
     @abstractmethod
     def ops(self) -> Operations: ...
 
-    def prepare(self, weights: Iterable[str], cache: StorageType) -> None:  # noqa: B027  (not all have something to do)
+    def prepare(  # noqa: B027  (not all have something to do)
+        self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None
+    ) -> None:
         """Have the kernels at hand that a model needs, all at once, where they must be compiled.
 
-        `weights`: what its matrices are kept as (see `interface.kept_type`); `cache`: the type of its K/V.
+        `weights`: what its matrices are kept as (see `interface.kept_type`); `cache`: the type of its K/V. Without
+        `shape`, kernels that depend on it may be compiled at their first use.
         """
 
     @abstractmethod
@@ -91,6 +104,11 @@ class Device(ABC):
     @abstractmethod
     def upload(self, host: Array, out: Array | None = None) -> Array:
         """A NumPy array into device memory (`out`, if given), ordered on the compute stream."""
+
+    def upload_many(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """(host, device) pairs uploaded in one go, ordered on the compute stream: a step's metadata."""
+        for host, out in pairs:
+            self.upload(host, out)
 
     @abstractmethod
     def download(self, array: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.device.base import CopyStream, Device, Event, MemoryInfo, ProgressCallback, StreamName
+from cupaged.device.base import CopyStream, Device, Event, MemoryInfo, ModelShape, ProgressCallback, StreamName
 from cupaged.device.host_memory import host_memory as host_memory  # others look for it here
 from cupaged.device.host_stream import HostStream, HostTransfer
 from cupaged.errors import OptionError
@@ -73,7 +73,7 @@ class CpuDevice(Device):
     def ops(self) -> Operations:
         return self._ops
 
-    def prepare(self, weights: Iterable[str], cache: StorageType) -> None:
+    def prepare(self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None) -> None:
         self.team.library.require(groups_for(weights, cache), self._progress)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -22,7 +22,10 @@ WHEELS = {11: "cupy-cuda11x", 12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}  # of a major version of CUDA, on Linux; minor ones are compatible
 _NO_DEVICE, _NOT_INITIALISED = 100, 3  # CUresult
 _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-_SPAWN = "start it by multiprocessing.get_context('spawn') instead"
+FORKED = (
+    "this process was forked after its parent had begun to use the GPU, which CUDA does not survive; "
+    "start it by multiprocessing.get_context('spawn') instead"
+)
 
 _initialised_in: int | None = None  # the process that called cuInit here
 
@@ -41,7 +44,7 @@ def forked() -> str | None:
     """Why a process that was forked cannot use the GPU that its parent uses; None for any other process."""
     if _initialised_in in (None, os.getpid()):
         return None
-    return f"this process was forked after its parent had begun to use the GPU, which CUDA does not survive; {_SPAWN}"
+    return FORKED
 
 
 def why_no_gpu() -> str | None:
@@ -131,7 +134,7 @@ def _card(cuda: Any, index: int, version: int) -> Card:
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r:.40}; unset it to see all)"
         raise DeviceError(f"the NVIDIA driver finds no GPU{hidden}; nvidia-smi lists what it knows")
     elif code == _NOT_INITIALISED:
-        raise DeviceError(f"this process was forked from one that uses the GPU, which CUDA does not survive; {_SPAWN}")
+        raise DeviceError(FORKED)
     else:
         raise DeviceError(f"the NVIDIA driver cannot be started ({_name(cuda, code)}); nvidia-smi may say more")
     count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)

@@ -87,7 +87,7 @@ def test_a_usable_card_is_described(made_up: Any, monkeypatch: pytest.MonkeyPatc
             "knows CUDA 12.4, cupy-cuda13x needs 13.0; update the driver to 580 or newer, or pip",
         ),
         ({"started": 100}, "finds no GPU; nvidia-smi"),
-        ({"started": 3}, "forked from one that uses the GPU, which CUDA does not survive; start it by multiprocessing"),
+        ({"started": 3}, "the GPU, which CUDA does not survive; start it by multiprocessing.get_context('spawn')"),
         ({"started": 999}, "cannot be started (CUDA_ERROR_NOBODY_KNOWS)"),
         ({"count": 0}, "there is no GPU 0: the NVIDIA driver finds 0"),
         ({"capability": 61}, "Card A: compute capability 6.1 is below 7.0; use --device cpu"),
