@@ -125,13 +125,14 @@ class CudaDevice(Device):
         self._process = os.getpid()
         self._closed = False
         self.backend = RuntimeBackend(runtime, deterministic)
-        self._ops = RecordingOperations(CudaOperations(self.backend))
-        self._streams = {"compute": self.backend.stream, **{name: runtime.stream(name) for name in _COPY_STREAMS}}
+        self.recorder = RecordingOperations(CudaOperations(self.backend))
+        self._streams: dict[str, Any] = {name: runtime.stream(name) for name in _COPY_STREAMS}
+        self._streams["compute"] = self.backend.stream
         self._kept: dict[str, deque[tuple[RuntimeEvent, Any]]] = {name: deque() for name in _COPY_STREAMS}
 
     @property
     def ops(self) -> Operations:
-        return self._ops.front
+        return self.recorder.front
 
     def prepare(self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None) -> None:
         self._check()
@@ -213,15 +214,11 @@ class CudaDevice(Device):
     def capture(self, plans: Sequence[AttentionPlan] = ()) -> Iterator[CudaCapture]:
         self._check()
         captured = CudaCapture(self, plans)
-        self._ops.begin()
+        self.recorder.begin()
         try:
             yield captured
         finally:
-            captured.take(self._ops.end())
-
-    def refill_plan(self, plan: AttentionPlan, other: AttentionPlan) -> bool:
-        """Put a plan's work where that of a captured step lies; False where it does not fit its launches."""
-        return self._ops.plain.refill_plan(plan, other)
+            captured.take(self.recorder.end())
 
     # -- the end
 

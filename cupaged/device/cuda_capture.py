@@ -122,9 +122,10 @@ class CudaCapture:
     def _replan(self, plans: Sequence[AttentionPlan]) -> None:
         if len(plans) != len(self._plans):
             raise KernelError(f"plans: expected {len(self._plans)} as the capture has, got {len(plans)}")
-        if all(self._device.refill_plan(mine, new) for mine, new in zip(self._plans, plans, strict=True)):
-            return
         own = [_own(plan) for plan in plans]
+        refill = self._device.recorder.plain.refill_plan
+        if all(refill(mine, new) for mine, new in zip(self._plans, own, strict=True)):
+            return
         for mine, new in zip(self._plans, own, strict=True):
             if mine.num_tokens != new.num_tokens:
                 raise KernelError(f"plans: one of {new.num_tokens} tokens in place of one of {mine.num_tokens}")

@@ -90,11 +90,12 @@ def _rounded(size: int) -> int:
 
 
 class RuntimeBackend:
-    """`launch.Backend`, and what the device asks of it besides. `deterministic`: no library's products."""
+    """`launch.Backend`, and what the device asks of it besides. `deterministic`: no library's products. `stream`: by
+    default one of its own."""
 
-    def __init__(self, runtime: Runtime, deterministic: bool = False) -> None:
+    def __init__(self, runtime: Runtime, deterministic: bool = False, stream: Stream | None = None) -> None:
         self.runtime = runtime
-        self.stream = runtime.stream("compute")
+        self.stream = runtime.stream("compute") if stream is None else stream
         self.architecture = runtime.architecture
         self.shared_limit = runtime.shared_limit
         self.multiprocessors = runtime.multiprocessors
@@ -113,7 +114,7 @@ class RuntimeBackend:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared: int) -> None:
             if self._used is not None:
                 self._used += [argument for argument in arguments if not np.isscalar(argument)]
-            self.runtime.launch(function, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], arguments, shared, self.stream)
+            self.runtime.launch(function, _three(grid), _three(block), arguments, shared, self.stream)
 
         return launch
 
@@ -129,7 +130,8 @@ class RuntimeBackend:
     @contextmanager
     def capturing(self) -> Iterator[list[Array]]:
         """While launches are captured: the arrays that they use, which the graph needs but does not keep."""
-        self._used = used = []
+        used: list[Array] = []
+        self._used = used
         try:
             yield used
         finally:
@@ -168,6 +170,12 @@ class RuntimeBackend:
     def _refuse_while_capturing(self) -> None:
         if self._used is not None:
             raise DeviceError("memory was asked for, or moved, while a graph was captured")
+
+
+def _three(size: tuple[int, ...]) -> tuple[int, int, int]:
+    """A grid or a block with all its dimensions."""
+    x, y, z = (*size, 1, 1)[:3]
+    return x, y, z
 
 
 def _bytes(array: Array) -> Array:

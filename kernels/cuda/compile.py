@@ -7,16 +7,20 @@ on every implementation. NVRTC needs no GPU, so what is written here is tested w
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cupaged.errors import DeviceError, KernelError
 from cupaged.kernels.cpu.library import cache_folders
 from cupaged.kernels.cuda import sources
+from cupaged.kernels.kept_files import mark_used, remove_unused
 
 
 def options(architecture: int, defines: Mapping[str, int]) -> tuple[str, ...]:
@@ -26,11 +30,13 @@ def options(architecture: int, defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def headers() -> Path:
-    """The folder with cuda_fp16.h: of the wheel nvidia-cuda-runtime-cu12, else of $CUDA_PATH. DeviceError: neither."""
+    """The folder with cuda_fp16.h: of NVIDIA's wheels (nvidia-cuda-runtime-cu12; nvidia-cuda-runtime from CUDA 13 on),
+    else of $CUDA_PATH. DeviceError: neither."""
     places = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:
-        places += [Path(place) / "cuda_runtime" / "include" for place in spec.submodule_search_locations or ()]
+        for folder in ("cuda_runtime", "cu13"):
+            places += [Path(place) / folder / "include" for place in spec.submodule_search_locations or ()]
     places += [Path(os.environ.get("CUDA_PATH") or "/usr/local/cuda") / "include"]
     for place in places:
         if (place / "cuda_fp16.h").is_file():
@@ -41,20 +47,24 @@ def headers() -> Path:
 def cubin(source: str, architecture: int, defines: Mapping[str, int]) -> bytes:
     """The machine code of a source for one variant: from the cache, else compiled (about a second) and kept.
 
-    KernelError with the compiler's log; DeviceError without NVRTC or CUDA's headers.
+    Any number of processes and threads may ask for the same at once: each finds a whole file, or compiles. KernelError
+    with the compiler's log; DeviceError without NVRTC or CUDA's headers, or for a device that NVRTC does not know.
     """
-    try:
-        from cupy.cuda import nvrtc
-    except ImportError as error:
-        raise DeviceError(f"CuPy's NVRTC cannot be loaded ({error}); pip install 'cupaged[gpu]'") from error
-    flags = options(architecture, defines)
-    text = sources.inlined(source)
-    key = hashlib.sha256(repr((text, flags, nvrtc.getVersion())).encode()).hexdigest()[:32]
-    paths = [folder / f"cuda-{Path(source).stem}-{key}.cubin" for folder in cache_folders()]
+    nvrtc = _nvrtc()
+    paths = _paths(source, architecture, defines)
     for path in paths:
         if (kept := _read(path)) is not None:
+            mark_used(path)
             return kept
-    program = nvrtc.createProgram(text, source, (), ())
+    known = nvrtc.getSupportedArchs()
+    if architecture not in known:
+        major, minor = nvrtc.getVersion()
+        raise DeviceError(
+            f"NVRTC {major}.{minor} compiles for compute capability {min(known) / 10} to {max(known) / 10}, "
+            f"not for {architecture / 10}; install a CuPy and CUDA wheels of another version"
+        )
+    flags = options(architecture, defines)
+    program = nvrtc.createProgram(sources.inlined(source), source, (), ())
     try:
         nvrtc.compileProgram(program, (*flags, f"-I{headers()}"))
         code: bytes = nvrtc.getCUBIN(program)
@@ -64,8 +74,51 @@ def cubin(source: str, architecture: int, defines: Mapping[str, int]) -> bytes:
         nvrtc.destroyProgram(program)
     for path in paths:
         if _write(path, code):
+            remove_unused(path.parent)
             break
     return code
+
+
+def is_kept(source: str, architecture: int, defines: Mapping[str, int]) -> bool:
+    """Whether the cache has a whole file of this variant."""
+    return any(_read(path) is not None for path in _paths(source, architecture, defines))
+
+
+def announce(count: int, watched: bool) -> None:
+    """Say in the log "cupaged" that so many kernels are compiled: as a warning, which Python shows by default, where
+    nobody watches the progress."""
+    log = logging.getLogger("cupaged")
+    level = logging.INFO if watched else logging.WARNING
+    log.log(level, "compiling %d CUDA kernels, once for this GPU and kind of model: a second or two each", count)
+
+
+def _nvrtc() -> Any:
+    """CuPy's NVRTC. Importing it makes no CUDA context."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # no CuPy, or a library that it cannot load
+        message = " ".join(str(error).split())
+        raise DeviceError(f"CuPy's NVRTC cannot be loaded ({message}); pip install 'cupaged[gpu]'") from error
+    return nvrtc
+
+
+def _paths(source: str, architecture: int, defines: Mapping[str, int]) -> list[Path]:
+    """Where a variant may be kept, under a hash of all that its machine code depends on."""
+    parts = (sources.inlined(source), options(architecture, defines), _nvrtc().getVersion(), _headers_digest())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return [folder / f"cuda-{Path(source).stem}-{key}.cubin" for folder in cache_folders()]
+
+
+@functools.cache
+def _headers_digest() -> str:
+    """A hash of CUDA's headers that ours include."""
+    folder, digest = headers(), hashlib.sha256()
+    for name in ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"):
+        path = folder / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> bytes | None:

@@ -1,7 +1,6 @@
-"""The library face on a GPU: attention and K/V writes on CuPy arrays, and the backend that runs them.
+"""The library face on a GPU: attention and K/V writes on CuPy arrays.
 
-**No GPU has run this file yet.** What it calls of CuPy was read in CuPy's sources and documentation; everything above
-it (launch layer, planner, kernels) runs on the test bench.
+**No GPU has run this file yet.** Everything beneath it but `cupy_runtime.py` runs on the test bench.
 
     ops = cuda_operations()
     write_kv(ops, key, value, cache, layer, slots)
@@ -13,88 +12,27 @@ it (launch layer, planner, kernels) runs on the test bench.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from cupaged.errors import DeviceError, KernelError
-from cupaged.kernels.cuda import compile
-from cupaged.kernels.cuda.launch import Kernel
+from cupaged.errors import KernelError
+from cupaged.kernels.cuda.backend import RuntimeBackend
+from cupaged.kernels.cuda.cupy_runtime import CupyRuntime
 from cupaged.kernels.cuda.operations import CudaOperations
 from cupaged.kernels.interface import Array, KVView
-
-_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEFAULT_SHARED = 48 << 10  # what a block may have without asking
-
-
-class CupyBackend:
-    """`launch.Backend` on one CUDA device, on CuPy's current stream."""
-
-    def __init__(self, device: int = 0) -> None:
-        """DeviceError: no CuPy, no driver, no such device, or one older than sm_70."""
-        try:
-            import cupy
-        except ImportError as error:
-            raise DeviceError(
-                f"device 'cuda': CuPy cannot be imported ({error}); pip install 'cupaged[gpu]'"
-            ) from error
-        self._cupy = cupy
-        try:
-            self._device = cupy.cuda.Device(device)
-            attributes = self._device.attributes
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise DeviceError(f"device 'cuda': device {device} cannot be had ({error})") from error
-        self.architecture = 10 * attributes["ComputeCapabilityMajor"] + attributes["ComputeCapabilityMinor"]
-        self.shared_limit = attributes["MaxSharedMemoryPerBlockOptin"]
-        self.multiprocessors = attributes["MultiProcessorCount"]
-        if self.architecture < 70:
-            raise DeviceError(f"device 'cuda': compute capability {self.architecture / 10} is below 7.0")
-        self._modules: dict[tuple[Any, ...], Any] = {}
-        self._kernels: dict[tuple[Any, ...], Any] = {}
-
-    def kernel(self, source: str, name: str, defines: Mapping[str, int], shared_bytes: int) -> Kernel:
-        variant = (source, tuple(sorted(defines.items())))
-        key = (*variant, name, shared_bytes > _DEFAULT_SHARED and shared_bytes)
-        if key not in self._kernels:
-            with self._device:
-                if variant not in self._modules:
-                    module = self._cupy.cuda.function.Module()
-                    module.load(compile.cubin(source, self.architecture, defines))
-                    self._modules[variant] = module
-                function = self._modules[variant].get_function(name)
-                if shared_bytes > _DEFAULT_SHARED:
-                    self._cupy.cuda.driver.funcSetAttribute(function.ptr, _DYNAMIC_SHARED_SIZE, shared_bytes)
-            self._kernels[key] = function
-        function = self._kernels[key]
-
-        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Sequence[Any], shared: int) -> None:
-            with self._device:
-                function((*grid, 1, 1)[:3], (*block, 1, 1)[:3], tuple(arguments), shared)
-
-        return launch
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        with self._device:
-            return self._cupy.empty(shape, dtype)  # from CuPy's pool, aligned to 512 bytes
-
-    def upload(self, host: Array) -> Array:
-        with self._device:
-            return self._cupy.asarray(host)
-
-    def download(self, array: Array) -> Array:
-        with self._device:
-            return self._cupy.asnumpy(array)
-
-    def address(self, array: Array) -> int:
-        return int(array.data.ptr)
 
 
 @functools.cache
 def cuda_operations(device: int = 0) -> CudaOperations:
-    """All operations on a CUDA device, on CuPy arrays. Compiled at first use, kept in the user's cache folder."""
-    return CudaOperations(CupyBackend(device))
+    """All operations on a GPU, on CuPy arrays. Compiled at first use, kept in the user's cache folder.
+
+    They run on CuPy's current stream. NoDeviceError: no CuPy, no driver, no such device, or one older than sm_70.
+    """
+    runtime = CupyRuntime(device)
+    return CudaOperations(RuntimeBackend(runtime, stream=runtime.current_stream()))
 
 
 def write_kv(
