@@ -112,6 +112,15 @@ class OpenedModel:
     kept: dict[str, int]
     kv_dtype: StorageType
 
+    def prepare(self, device: Device, block_size: int) -> None:
+        """Have the kernels at hand that the model needs on a device."""
+        from cupaged.device.base import ModelShape
+
+        config = self.checkpoint.config
+        group = config.num_heads // config.num_kv_heads
+        shape = ModelShape(config.head_dim, group, block_size, config.activation)
+        device.prepare(self.kept, self.kv_dtype, shape)
+
 
 @dataclass(slots=True)
 class LoadedModel:
@@ -193,7 +202,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         # Its part of a start is Python's alone, while weights are packed by native code.
         read = partial(load_tokenizer, path, checkpoint.kind, metadata)
         reading = Background(read) if options.tokenizer else None
-        device.prepare(kept, kv_dtype)
+        opened.prepare(device, options.block_size)
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         rows = max_sequences + PROMPT_ROWS

@@ -39,7 +39,7 @@ def warm_up(weights: str | Path, options: LoadOptions, progress: ProgressSink | 
     try:
         opened = open_model(weights, options, reports)
         before, began = _kept(), time.monotonic()
-        device.prepare(opened.kept, opened.kv_dtype)
+        opened.prepare(device, options.block_size)
         seconds = time.monotonic() - began
     finally:
         device.close()
