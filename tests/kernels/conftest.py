@@ -29,11 +29,6 @@ TENSOR_TESTS = (
     "test_nan_reaches_the_rows_that_see_it_and_no_other",
     "test_blocks_of_several_pools_give_the_same_bits",
 )
-# Of test_kernel_attention.py, left out where the interpreter takes minutes for what other cases show.
-LONG_WHEN_INTERPRETED = (
-    "test_nan_reaches_the_rows_that_see_it_and_no_other",
-    "test_blocks_of_several_pools_give_the_same_bits[cuda-ptx",
-)
 QUICK_WHEN_INTERPRETED = (  # of the interpreter's tests, those of the default run
     "test_K07_K21_row_without_a_visible_key_is_zero",
     "test_K08_contents_of_unused_slots_do_not_matter[cuda-ptx-float32-nan",
@@ -122,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name.endswith("-ptx"):
             same = name == "cuda-tensor-ptx" and case.get("group", 1) >= TENSOR_GROUP  # as "cuda-ptx" runs it
             elsewhere = item.path.name != "test_kernel_attention.py" or "refused" in item.name  # nothing is launched
-            if same or elsewhere or item.name.startswith(LONG_WHEN_INTERPRETED):
+            if same or elsewhere:
                 continue
             if not item.name.startswith(QUICK_WHEN_INTERPRETED):
                 item.add_marker(pytest.mark.slow)

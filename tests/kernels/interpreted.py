@@ -12,7 +12,11 @@ from cupaged.kernels.cuda import sources
 
 
 class InterpretedBackend(EmulatedBackend):
-    """Launches NVRTC's PTX, interpreted."""
+    """Launches NVRTC's PTX, interpreted. `order` is that of `cudabench.ptx.Schedule`; there is no `check`."""
+
+    def __init__(self, architecture: int = 80, shared_limit: int = 163 << 10) -> None:
+        super().__init__(architecture, shared_limit)
+        self.multiprocessors = 16  # blocks that run side by side cost little more than one
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int], shared_bytes: int) -> Any:
         assert shared_bytes <= self.shared_limit
@@ -25,11 +29,13 @@ class InterpretedBackend(EmulatedBackend):
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: Any, shared: int) -> None:
             self.launches.append((name, grid))
-            kernel(grid, block, arguments, shared_mem=shared)
+            assert self.check is None
+            kernel(grid, block, arguments, shared_mem=shared, order=self.order)
 
         return launch
 
 
 def interpreted_operations(architecture: int = 80, **options: Any) -> Any:
     """`CudaOperations` on the interpreter; `.backend` has the switches."""
-    return emulated_operations(backend=InterpretedBackend(architecture), **options)
+    limit = {"shared_limit": options.pop("shared_limit")} if "shared_limit" in options else {}
+    return emulated_operations(backend=InterpretedBackend(architecture, **limit), **options)

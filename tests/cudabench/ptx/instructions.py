@@ -26,8 +26,13 @@ class Step:
 
     def __init__(self, machine: Machine, instruction: Instruction, lanes: np.ndarray) -> None:
         self.machine, self.ops, self.args, self.lanes = machine, instruction.ops, instruction.args, lanes
-        self.text = f"{machine.entry.name}: {instruction.text}"
+        self._instruction = instruction
         self.kind = instruction.ops[-1]
+
+    @property
+    def text(self) -> str:
+        """The instruction, for messages."""
+        return f"{self.machine.entry.name}: {self._instruction.text}"
 
     def get(self, number: int, kind: str | None = None) -> np.ndarray:
         return self.machine.get(str(self.args[number]), kind or self.kind, self.lanes)
@@ -199,6 +204,10 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return _fused64(a, b, c) if a.dtype == np.float64 else a * b + c
     product, addend = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + addend
+    # Rounding twice is wrong only where the first result lies in the middle of two float32s, or near none of them.
+    middle = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == 0x10000000
+    if not (middle | ((np.abs(total) < 2.0**-126) & (total != 0))).any():
+        return total.astype(np.float32)
     part = total - product
     error = (product - (total - part)) + (addend - part)  # exact (Knuth's two-sum)
     odd = np.ascontiguousarray(total).view(np.uint64) & np.uint64(1)

@@ -10,6 +10,7 @@ from cudabench.errors import BenchError, KernelFault
 from cudabench.ptx.instructions import execute
 from cudabench.ptx.memory import Memory
 from cudabench.ptx.parse import BYTES, DTYPES, Entry, Instruction
+from cudabench.ptx.schedule import Schedule, Team
 from cudabench.ptx.warps import Copy
 
 WARP_OPERATIONS = {"shfl", "vote", "mma", "ldmatrix", "match", "redux", "activemask"}
@@ -20,9 +21,9 @@ class Machine:
 
     def __init__(
         self, entry: Entry, memory: Memory, params: dict[str, bytes], constants: dict[str, int],
-        grid: list[int], block: list[int], blocks: np.ndarray, dynamic: int,
+        grid: list[int], block: list[int], blocks: np.ndarray, dynamic: int, schedule: Schedule,
     ) -> None:  # fmt: skip
-        self.entry, self.memory, self.params = entry, memory, params
+        self.entry, self.memory, self.params, self.schedule = entry, memory, params, schedule
         threads = int(np.prod(block))
         self.threads, self.count = threads, threads * len(blocks)
         memory.new_blocks(len(blocks), threads, entry.shared_bytes + dynamic, entry.local_bytes)
@@ -37,7 +38,13 @@ class Machine:
         self.registers = {name: np.zeros(self.count, DTYPES[kind]) for name, kind in entry.registers.items()}
         self.variables = {**constants, **entry.shared, **entry.local}
         self._immediates: dict[tuple[str, str], np.generic] = {}
-        self.lane = thread & 31
+        self.lane = (thread & 31).astype(np.int64)
+        self.block_of = np.repeat(np.arange(len(blocks)), threads)
+        in_block = -(-threads // 32)
+        self.warp = self.block_of * in_block + thread // 32  # of each thread, counted through all blocks
+        self.warps = len(blocks) * in_block
+        self.everyone = np.arange(self.count)
+        self.team_of, self.num_teams = schedule.team_of(thread // 32, self.block_of)
         self.async_groups = np.zeros(self.count, np.int64)  # groups of cp.async that each thread has closed
         self.async_copies: list[Copy] = []  # those that have not landed
         self.executed = 0
@@ -53,7 +60,7 @@ class Machine:
             if (name, kind) not in self._immediates:
                 self._immediates[name, kind] = self._immediate(name, kind)
             return np.broadcast_to(self._immediates[name, kind], len(lanes))
-        value = register[lanes]
+        value = register if lanes is self.everyone else register[lanes]  # nobody changes what `get` gives
         if value.dtype == dtype:
             return value
         return value.view(dtype) if value.dtype.itemsize == dtype.itemsize else value.astype(dtype)
@@ -66,7 +73,7 @@ class Machine:
         if value.dtype != register.dtype:
             same = value.dtype.itemsize == register.dtype.itemsize and register.dtype != bool
             value = value.view(register.dtype) if same else value.astype(register.dtype)
-        register[lanes] = value
+        register[slice(None) if lanes is self.everyone else lanes] = value
 
     def _immediate(self, name: str, kind: str) -> np.generic:
         dtype = DTYPES[kind]
@@ -91,52 +98,86 @@ class Machine:
     # --- control
     def run(self) -> None:
         """BenchError for an instruction that is not interpreted, KernelFault for what the kernel does wrong."""
-        end = len(self.entry.instructions)
-        ready: dict[int, np.ndarray] = {0: np.arange(self.count)}
+        teams = [Team() for _ in range(self.num_teams)]
+        self._deal(teams, 0, self.everyone)
         waiting: dict[int, np.ndarray] = {}  # at a barrier
-        meeting: dict[int, np.ndarray] = {}  # at a warp operation some lanes of which are still on their way
-        while ready or waiting or meeting:
-            if not ready:
-                if meeting:
-                    raise KernelFault(f"{self.entry.name}: {self._stuck(meeting)}: lanes of its mask never come")
-                ready, waiting = self._release(waiting), {}
-            pc = min(ready)
-            lanes = ready.pop(pc)
-            if pc == end:
+        while True:
+            turn = self.schedule.turn(teams)
+            if turn is not None:
+                team, steps = turn
+                while team.ready and steps:
+                    self._step(team, waiting)
+                    steps -= 1
                 continue
-            instruction = self.entry.instructions[pc]
-            operation = instruction.ops[0]
-            self.executed += 1
-            if pc in meeting:
-                lanes = np.union1d(lanes, meeting.pop(pc))
-            act = lanes
-            if instruction.guard is not None:
-                name, negated = instruction.guard
-                condition = self.registers[name][lanes] ^ negated
-                if not condition.all():
-                    _join(ready, pc + 1, lanes[~condition])
-                    act = lanes[condition]
-            if not len(act):
-                continue
-            if operation == "bra":
-                _join(ready, self.entry.labels[str(instruction.args[0])], act)
-            elif operation in ("ret", "exit"):
-                pass
-            elif operation in ("bar", "barrier") and instruction.ops[1] != "warp":
-                self._check_barrier(instruction)
-                _join(waiting, pc, act)
-            else:
-                if operation in WARP_OPERATIONS or operation == "bar":
-                    here, apart = self._whole_warps(instruction, act)
-                    if len(apart):
-                        meeting[pc] = apart
-                    act = here
-                if len(act):
-                    try:
-                        execute(self, instruction, act)
-                    except (KeyError, IndexError, StopIteration) as error:
-                        raise BenchError(f"PTX instruction not interpreted: {instruction.text} ({error!r})") from error
-                    _join(ready, pc + 1, act)
+            if stuck := [pc for team in teams for pc in team.meeting]:
+                where = "; ".join(self.entry.instructions[pc].text for pc in stuck)
+                raise KernelFault(f"{self.entry.name}: {where}: lanes of its mask never come")
+            if not waiting:
+                return
+            for pc, lanes in self._release(waiting).items():
+                self._deal(teams, pc, lanes)
+            waiting.clear()
+
+    def _deal(self, teams: list[Team], pc: int, lanes: np.ndarray) -> None:
+        """Threads at one instruction, to their teams."""
+        for number, team in enumerate(teams):
+            mine = lanes if len(teams) == 1 else lanes[self.team_of[lanes] == number]
+            if len(mine):
+                self._join(team.ready, pc, mine)
+
+    def _step(self, team: Team, waiting: dict[int, np.ndarray]) -> None:
+        """The team's threads that are furthest behind execute one instruction."""
+        pc = min(team.ready)
+        lanes = team.ready.pop(pc)
+        if pc == len(self.entry.instructions):
+            return
+        instruction = self.entry.instructions[pc]
+        operation = instruction.ops[0]
+        self.executed += 1
+        if pc in team.meeting:
+            lanes = self._union(lanes, team.meeting.pop(pc))
+        act = lanes
+        if instruction.guard is not None:
+            name, negated = instruction.guard
+            condition = self.registers[name][lanes] ^ negated
+            if not condition.all():
+                self._join(team.ready, pc + 1, lanes[~condition])
+                act = lanes[condition]
+        if not len(act) or operation in ("ret", "exit"):
+            return
+        if operation == "bra":
+            self._join(team.ready, self.entry.labels[str(instruction.args[0])], act)
+        elif operation in ("bar", "barrier") and instruction.ops[1] != "warp":
+            self._check_barrier(instruction)
+            self._join(waiting, pc, act)
+        else:
+            if operation in WARP_OPERATIONS or operation == "bar":
+                act, apart = self._whole_warps(instruction, act)
+                if len(apart):
+                    team.meeting[pc] = apart
+            if len(act):
+                try:
+                    execute(self, instruction, act)
+                except (KeyError, IndexError, StopIteration) as error:
+                    raise BenchError(f"PTX instruction not interpreted: {instruction.text} ({error!r})") from error
+                self._join(team.ready, pc + 1, act)
+
+    def _union(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Threads of either, in order."""
+        if len(a) + len(b) == self.count:
+            return self.everyone  # no thread is at two places
+        chosen = np.zeros(self.count, bool)
+        chosen[a] = chosen[b] = True
+        return np.flatnonzero(chosen)
+
+    def _join(self, places: dict[int, np.ndarray], pc: int, lanes: np.ndarray) -> None:
+        places[pc] = self._union(places[pc], lanes) if pc in places else lanes
+
+    def present(self, lanes: np.ndarray) -> np.ndarray:
+        """Which lanes of each warp are among the threads: bits of uint32 [warps]."""
+        here = np.zeros((self.warps, 32), bool)
+        here[self.warp[lanes], self.lane[lanes]] = True
+        return np.packbits(here, axis=1, bitorder="little").view("<u4")[:, 0]
 
     def _whole_warps(self, instruction: Instruction, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(lanes whose whole mask is here, the others)."""
@@ -146,21 +187,18 @@ class Machine:
             mask = np.full(len(lanes), 0xFFFFFFFF, np.uint32)
         else:
             mask = self.get(str(instruction.args[-1]), "u32", lanes)
-        warp = lanes // self.threads * 64 + lanes % self.threads // 32
-        bit = np.left_shift(np.uint32(1), self.lane[lanes])
-        if not (mask & bit).all():
+        if lanes is self.everyone and not self.threads % 32 and (mask == 0xFFFFFFFF).all():
+            return lanes, lanes[:0]
+        if not (mask >> self.lane[lanes].astype(np.uint32) & 1).all():
             raise KernelFault(f"{self.entry.name}: {instruction.text}: a lane is not in its own mask")
-        _, group = np.unique(warp, return_inverse=True)
-        present = np.zeros(group.max() + 1, np.uint32)
-        np.bitwise_or.at(present, group, bit)
-        whole = (present[group] & mask) == mask
-        return lanes[whole], lanes[~whole]
+        whole = (self.present(lanes)[self.warp[lanes]] & mask) == mask
+        return (lanes, lanes[:0]) if whole.all() else (lanes[whole], lanes[~whole])
 
     def _release(self, waiting: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """All waiting threads, past their barriers: nobody else can run, so they are all that their blocks have."""
         seen: dict[int, int] = {}
         for pc, lanes in waiting.items():
-            for block in np.unique(lanes // self.threads):
+            for block in np.unique(self.block_of[lanes]):
                 if seen.setdefault(int(block), pc) != pc:
                     raise KernelFault(f"{self.entry.name}: divergent barrier")
         for pc, lanes in waiting.items():
@@ -177,19 +215,12 @@ class Machine:
         """bar.red: a predicate of all threads of a block counted, or combined."""
         name = str(instruction.args[-1])
         value = self.registers[name.lstrip("!")][lanes] ^ name.startswith("!")
-        block = lanes // self.threads
+        block = self.block_of[lanes]
         count = np.bincount(block, value)
         total = np.bincount(block)
         result = {"popc": count, "and": count == total, "or": count > 0}
         chosen = next(result[op] for op in instruction.ops if op in result)[block]
         self.put(str(instruction.args[0]), chosen.astype(np.uint32 if "popc" in instruction.ops else bool), lanes)
-
-    def _stuck(self, places: dict[int, np.ndarray]) -> str:
-        return "; ".join(self.entry.instructions[pc].text for pc in places)
-
-
-def _join(groups: dict[int, np.ndarray], pc: int, lanes: np.ndarray) -> None:
-    groups[pc] = np.union1d(groups[pc], lanes) if pc in groups else lanes
 
 
 def _split(number: np.ndarray, sizes: list[int]) -> list[np.ndarray]:

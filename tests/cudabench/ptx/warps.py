@@ -13,16 +13,10 @@ if TYPE_CHECKING:
     from cudabench.ptx.instructions import Step
 
 
-def _warps(step: Step) -> np.ndarray:
-    """For each lane that executes, the number of its warp among those that do."""
-    threads = step.machine.threads
-    return np.unique(step.lanes // threads * 64 + step.lanes % threads // 32, return_inverse=True)[1]
-
-
 def _grid(step: Step, value: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(value as [warps, 32], row, column) of the lanes; lanes that take no part hold 0."""
-    row, column = _warps(step), step.machine.lane[step.lanes].astype(np.int64)
-    table = np.zeros((row.max() + 1, 32), value.dtype)
+    row, column = step.machine.warp[step.lanes], step.machine.lane[step.lanes]
+    table = np.zeros((step.machine.warps, 32), value.dtype)
     table[row, column] = value
     return table, row, column
 
@@ -43,8 +37,7 @@ def shuffle(step: Step) -> None:
     }[mode]
     inside = source >= most if mode == "up" else source <= most
     source = np.where(inside, source, lane)
-    present, _, _ = _grid(step, np.ones(len(step.lanes), bool))
-    if not present[row, source].all():
+    if not (step.machine.present(step.lanes)[row] >> source.astype(np.uint32) & 1).all():
         raise KernelFault(f"{step.text}: reads a lane that is not in the mask")
     step.machine.put(target, table[row, source], step.lanes)
     if predicate:
@@ -71,23 +64,22 @@ def reduce(step: Step) -> None:
     functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                  "xor": np.bitwise_xor}  # fmt: skip
     function = next(functions[op] for op in step.ops if op in functions)
-    value, row = step.get(1), _warps(step)
-    out = np.empty(row.max() + 1, value.dtype)
-    for warp in range(len(out)):
+    value, row = step.get(1), step.machine.warp[step.lanes]
+    out = np.empty(step.machine.warps, value.dtype)
+    for warp in np.unique(row):
         out[warp] = function.reduce(value[row == warp])
     step.put(out[row])
 
 
 def match(step: Step) -> None:
     value = step.get(1)
-    row, lane = _warps(step), step.machine.lane[step.lanes]
+    row, lane = step.machine.warp[step.lanes], step.machine.lane[step.lanes]
     same = (row[:, None] == row) & (value[:, None] == value)
-    step.put(np.where(same, np.left_shift(np.uint32(1), lane), np.uint32(0)).sum(1).astype(np.uint32))
+    step.put(np.where(same, 1 << lane, 0).sum(1).astype(np.uint32))
 
 
 def active(step: Step) -> None:
-    table, row, _ = _grid(step, np.ones(len(step.lanes), bool))
-    step.put((table.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)[row])
+    step.put(step.machine.present(step.lanes)[step.machine.warp[step.lanes]])
 
 
 def ldmatrix(step: Step) -> None:
@@ -141,7 +133,7 @@ class Copy:
 
 
 def async_copy(step: Step) -> None:
-    """cp.async: the data land at the wait, as late as they may."""
+    """cp.async: the data land at the wait, as late as they may, or at once: as the order says."""
     machine, lanes = step.machine, step.lanes
     if "commit_group" in step.ops:
         machine.async_groups[lanes] += 1
@@ -163,7 +155,11 @@ def async_copy(step: Step) -> None:
             for k in range(int(count[i])):
                 data[i, k] = machine.memory.load("global", source[i : i + 1] + k, 1, lanes[i : i + 1], step.text)[0, 0]
         machine.memory.load("shared", to, size, lanes, step.text)  # its bounds and alignment
-        machine.async_copies.append(Copy(lanes, machine.async_groups[lanes], to, data))
+        copy, now = Copy(lanes, machine.async_groups[lanes], to, data), machine.schedule.lands_at_once(len(lanes))
+        if now.any():
+            machine.memory.store("shared", to[now], data[now], lanes[now], step.text)
+            copy = copy.part(~now)
+        machine.async_copies.append(copy)
 
 
 def _land(step: Step, allowed: int) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_support import need_emulator, need_nvrtc
+from bench_support import ORDERS, need_emulator, need_nvrtc
 from cudabench import KernelFault
 from emulated import emulated_operations
 from interpreted import InterpretedBackend
 from kernel_support import NumpyDevice, Paged, paged, queries_for
+from test_conformance_attention import shared_front
 
 from cupaged.cache import PagedKVCache
-from cupaged.kernels.cuda import sources
+from cupaged.kernels.cuda import launch, sources
 
 pytestmark = need_emulator
 CONTEXTS = [200, 70]
@@ -85,6 +86,81 @@ def test_swapped_operands_of_mma(mutate: Any) -> None:
     mutate("tensor.cuh", "{%4, %5, %6, %7}", "{%4, %6, %5, %7}")
     assert not decode(4) < 1e-2
     assert not decode(4, backend=InterpretedBackend()) < 1e-2
+
+
+@need_nvrtc
+@pytest.mark.parametrize(("file", "group"), [("paged_attention.cu", 1), ("paged_attention_tensor.cu", 4)])
+def test_a_missing_barrier_shows_in_the_numbers_of_the_ptx(mutate: Any, file: str, group: int) -> None:
+    """One warp ahead of the others computes with what they have not copied yet."""
+    assert interpreted_in(group, ORDERS) < 1e-4
+    mutate(file, BARRIER, "")
+    assert not interpreted_in(group, ["reverse"]) < 1e-2
+
+
+def interpreted_in(group: int, orders: list[str]) -> float:
+    errors = []
+    for order in orders:
+        backend = InterpretedBackend()
+        backend.order = order
+        errors.append(decode(group, backend=backend))
+    return max(errors)
+
+
+def shared(group: int) -> float:
+    """A decoding step of three sequences that share their first part, interpreted; the largest error."""
+    ops = emulated_operations(backend=InterpretedBackend())
+    problem = shared_front(ops, 512, [5, 17, 40], dtype="float16", kv_heads=1)
+    queries = queries_for([1, 1, 1], group, 64)
+    plan = ops.plan_attention(problem.view, problem.tables, [0, 1, 2, 3], problem.contexts, group)
+    assert np.count_nonzero(plan.passes[0].work.items[:, 3] == 0) < 3, "sequences share an item of part 0"
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.abs(problem.run(queries) - problem.expected(queries)), nan=np.inf).max())
+
+
+@need_nvrtc
+@pytest.mark.parametrize(
+    ("group", "file", "old", "new"),
+    [
+        # a state of the shared part is written for the first sequence alone: others merge what nobody wrote
+        (2, "attention.cuh", "token = tokens[row / group], head =", "token = tokens[item.first_row / group], head ="),
+        (4, "attention.cuh", "token = tokens[row / group], head =", "token = tokens[item.first_row / group], head ="),
+        # the first sequence's query stands for all of the item
+        (2, "paged_attention.cu", "query + tokens[row / group]", "query + tokens[item.first_row / group]"),
+        (4, "paged_attention_tensor.cu", "query + tokens[row / group]", "query + tokens[item.first_row / group]"),
+        # rows of a fragment swapped: of a decoding step alone rows g + 8 are empty, of a shared item they are not
+        (4, "tensor.cuh", "{%4, %5, %6, %7}", "{%5, %4, %7, %6}"),
+        # a part's state goes to the place of the next, or the merge takes it from there
+        (2, "attention.cuh", "state_starts[token] + item.part", "state_starts[token] + item.part + 1"),
+        (2, "merge_parts.cu", "first = state_starts[token]", "first = state_starts[token] + 1"),
+    ],
+)  # fmt: skip
+def test_a_fault_in_the_shared_path_shows_in_the_numbers_of_the_ptx(
+    mutate: Any, group: int, file: str, old: str, new: str
+) -> None:
+    assert shared(group) < 1e-4
+    mutate(file, old, new)
+    assert not shared(group) < 1e-2
+
+
+@need_nvrtc
+@pytest.mark.parametrize("group", [2, 4])
+def test_a_merge_before_the_parts_are_written_shows(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """The launches of a call exchanged: the merge reads states that nobody has written, which are NaN."""
+    held: list[Any] = []
+    run = launch.Launcher.__call__
+
+    def exchanged(self: Any, source: str, name: str, *rest: Any, **arguments: Any) -> None:
+        if name.startswith("paged_attention"):
+            held.append((source, name, rest, arguments))
+            return
+        run(self, source, name, *rest, **arguments)
+        while held:
+            source, name, rest, arguments = held.pop()
+            run(self, source, name, *rest, **arguments)
+
+    assert shared(group) < 1e-4
+    monkeypatch.setattr(launch.Launcher, "__call__", exchanged)
+    assert shared(group) == np.inf
 
 
 def slots_of(problem: Paged, slots: list[int]) -> None:

@@ -7,10 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_support import need_emulator, need_nvrtc
-from cudabench import KernelFault, emulate
-from cudabench.ptx import PtxKernel, interpret
-from test_bench_faults import BLOCK_ELEMENTS, GOOD, PLANTED, Run, run_pipeline, run_product, run_slots, run_vectors
+from bench_support import ORDERS, need_emulator, need_nvrtc
+from cudabench import BenchError, KernelFault, emulate
+from cudabench.ptx import PtxKernel, Schedule, interpret
+from test_bench_faults import (
+    BLOCK_ELEMENTS,
+    GOOD,
+    PLANTED,
+    Run,
+    run_pipeline,
+    run_product,
+    run_slots,
+    run_tiles,
+    run_vectors,
+)
 
 pytestmark = need_nvrtc
 ARITHMETIC = Path(PLANTED).with_name("arithmetic.cu")
@@ -21,12 +31,49 @@ def ptx_of(name: str, *faults: str) -> PtxKernel:
     return interpret(PLANTED, name, defines={"BLOCK_ELEMENTS": BLOCK_ELEMENTS, **dict.fromkeys(faults, "")})
 
 
+@pytest.mark.parametrize("order", [*ORDERS, "random:8"])
 @pytest.mark.parametrize(
     ("name", "run"), [row for row in GOOD if row[0] != "read_block"], ids=lambda value: str(value)[:12]
 )
-def test_without_a_fault_all_is_well(name: str, run: Run) -> None:
-    result, right = run(ptx_of(name))
+def test_without_a_fault_all_is_well(name: str, run: Run, order: str) -> None:
+    result, right = run(ptx_of(name), order=order)
     np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["NO_BARRIER_BEFORE_READ", "NO_BARRIER_BEFORE_WRITE"])
+def test_a_missing_barrier_shows_in_the_numbers_of_some_order(fault: str) -> None:
+    """Warps side by side meet at every instruction, as if there were a barrier; one ahead of the other shows it."""
+    wrong = [order for order in ORDERS if not np.allclose(*run_tiles(ptx_of("tiles", fault), order=order))]
+    assert "reverse" in wrong
+
+
+def test_blocks_come_in_the_order_that_was_asked_for() -> None:
+    """Blocks read what block 3, or block 0, writes: whoever runs after it sees it."""
+    seen = {}
+    for order in ("forward", "reverse"):
+        for writer in (0, 3):
+            x, y = np.zeros(1, np.float32), np.full(4, np.nan, np.float32)
+            ptx_of("read_and_write")((4,), (1,), (x, y, np.int32(writer)), order=order)
+            seen[order, writer] = np.nan_to_num(y).tolist()
+    assert seen["reverse", 3] != seen["reverse", 0] and seen["reverse", 3] != seen["forward", 3]
+
+
+def test_orders_deal_every_warp_and_every_block_once() -> None:
+    warp, block = np.arange(8 * 32) // 32 % 4, np.arange(8 * 32) // 128
+    for order in (*ORDERS, "random:8"):
+        schedule = Schedule(order)
+        assert sorted(np.concatenate(schedule.goes(11, 4)).tolist()) == list(range(11))
+        team, count = schedule.team_of(warp, block)
+        assert team.min() == 0 and team.max() == count - 1
+        for number in range(count):  # of a block, a team has one warp, or all of them
+            assert len({*warp[(team == number) & (block == 0)]}) == (4 if order == "forward" else 1)
+    assert not np.array_equal(*(Schedule(f"random:{seed}").goes(100, 50)[0] for seed in (7, 8)))
+
+
+@pytest.mark.parametrize("order", ["backward", "random", "random:x", "reverse:1"])
+def test_an_unknown_order_is_refused(order: str) -> None:
+    with pytest.raises(BenchError, match="is not forward, reverse or random:SEED"):
+        Schedule(order)
 
 
 def test_swapped_operands_of_mma_show_in_the_numbers() -> None:
