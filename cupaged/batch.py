@@ -40,23 +40,28 @@ def build_batch(
         ids[start:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
         positions[start:stop] = range(chunk.start, chunk.start + chunk.count)
     slots, plans = [], []
+    uploads: list[tuple[Array, Array]] = []
     for index, (group, cache) in enumerate(zip(config.kv_groups, caches, strict=True)):
         rows: list[int] = []
         for chunk in chunks:
             assert chunk.sequence.tables is not None  # scheduled sequences have tables
             rows += manager.slots(chunk.sequence.tables, index, chunk.start, chunk.start + chunk.count)
-        slots.append(device.upload(np.array(rows, np.int64), inputs.slots[index][: len(rows)]))
+        slots.append(inputs.slots[index][: len(rows)])
+        uploads.append((np.array(rows, np.int64), slots[-1]))
         tables = table_rows(chunks, index)
         plans.append(device.ops.plan_attention(cache.view, tables, starts, contexts, config.num_heads, group.window))
     wanted = [row for chunk, stop in zip(chunks, starts[1:], strict=True) for row in range(stop - chunk.rows, stop)]
-    return ForwardBatch(
-        token_ids=device.upload(ids, inputs.token_ids[: len(ids)]),
-        positions=device.upload(positions, inputs.positions[: len(ids)]),
+    batch = ForwardBatch(
+        token_ids=inputs.token_ids[: len(ids)],
+        positions=inputs.positions[: len(ids)],
         slots=slots,
         plans=plans,
-        logit_rows=device.upload(np.array(wanted, np.int32), inputs.logit_rows[: len(wanted)]),
+        logit_rows=inputs.logit_rows[: len(wanted)],
         max_position=max(contexts) - 1,
     )
+    uploads += [(ids, batch.token_ids), (positions, batch.positions)]
+    device.upload_many([*uploads, (np.array(wanted, np.int32), batch.logit_rows)])
+    return batch
 
 
 def table_rows(chunks: Sequence[Chunk], group: int) -> Array:

@@ -323,6 +323,7 @@ class Engine:
                 self._score_prompt(chunk, logits.host[stop - chunk.rows : stop])
             self.manager.commit_append(sequence.tables, chunk.count)
             self.manager.remember(sequence.tables, sequence.tokens, request.params.cache_salt)
+            self.manager.slide(sequence.tables)
             if request.stem == sequence.tables.num_tokens:
                 self.scheduler.spread(request)
             for taker, token in outcome:

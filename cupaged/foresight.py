@@ -102,19 +102,24 @@ class Occupant:
     """Something that holds blocks and will give them back after `steps` steps.
 
     own: blocks that come back. listed: blocks of its table, those it shares with others included. tokens: of it now;
-    one more in each step, 0 for blocks that do not grow.
+    one more in each step, 0 for blocks that do not grow. window: of the KV group; with one, blocks do not become more
+    than it spans.
     """
 
     own: int
     steps: int
     listed: int = 0
     tokens: int = 0
+    window: int | None = None
 
     def blocks(self, step: int, block_size: int) -> int:
         """Blocks in so many steps from now, if it is still there then."""
         if not self.tokens:
             return self.own
-        return self.own + max(0, blocks_for(self.tokens + step, block_size) - self.listed)
+        more = max(0, blocks_for(self.tokens + step, block_size) - self.listed)
+        if self.window is not None:
+            more = min(more, max(0, blocks_for(self.window, block_size) + 1 - self.own))
+        return self.own + more
 
 
 def peak(occupants: Iterable[Occupant], block_size: int) -> int:
@@ -228,7 +233,9 @@ class Foresight:
         """Who will hold blocks of a KV group if a waiting request is let in. Blocks that several use are one occupant,
         which stays until the last of them ends."""
         pool, size = self.manager.pools[group], self.manager.groups[group].block_size
-        taken = {ref for node in match.nodes for ref in node.blocks[group]}
+        window = self.manager.groups[group].window
+        begun = self.manager.shared_blocks(group, match)[: len(match.nodes) * (match.unit // size)]
+        taken = {ref for ref in begun if ref >= 0}
         shared: dict[int, int] = {}
         counted = 0
         for other in running:
@@ -236,7 +243,7 @@ class Foresight:
                 steps, tokens = self.remaining(sequence), len(sequence.tokens)
                 if sequence.tables is None:
                     listed = 0 if other.stem is None else other.stem // size
-                    yield from [Occupant(0, steps, listed, tokens)] * _lines(other)
+                    yield from [Occupant(0, steps, listed, tokens, window)] * _lines(other)
                     continue
                 own = 0
                 refs = sequence.tables.tables[group].refs
@@ -248,9 +255,9 @@ class Foresight:
                     else:
                         own += 1
                 counted += own
-                yield Occupant(own, steps, len(refs), tokens)
+                yield Occupant(own, steps, len(refs), tokens, window)
                 listed = tokens // size
-                yield from [Occupant(0, steps, listed, tokens)] * (_lines(other) - 1)
+                yield from [Occupant(0, steps, listed, tokens, window)] * (_lines(other) - 1)
         new = request.live_sequences
         longest = max(self.remaining(sequence) for sequence in new)
         kept = 0  # cached blocks come into use, blocks in use stay so
@@ -259,10 +266,10 @@ class Foresight:
             shared[ref] = max(longest, shared.get(ref, 0))
         for steps in shared.values():
             yield Occupant(1, steps)
-        listed = max(len(taken), stem // size if len(new) > 1 or _lines(request) > 1 else 0)
-        yield Occupant(listed - len(taken), longest)
+        listed = max(len(begun), stem // size if len(new) > 1 or _lines(request) > 1 else 0)
+        yield Occupant(listed - len(begun), longest)
         for sequence in new:
-            line = Occupant(0, self.remaining(sequence), listed, len(sequence.tokens))
+            line = Occupant(0, self.remaining(sequence), listed, len(sequence.tokens), window)
             yield from [line] * _lines(request)
         # Of others: requests that are stopped and keep their blocks, copies under way.
         yield Occupant(max(0, pool.num_used - counted - (len(shared) - kept)), 0x7FFFFFFF)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from cupaged.errors import BlockError, CapacityError, OptionError, OutOfBlocks
 from cupaged.memory.audit import audit
-from cupaged.memory.blockref import Pool, frame_of, pool_of
+from cupaged.memory.blockref import NO_BLOCK, Pool, frame_of, pool_of
 from cupaged.memory.moving import move
 from cupaged.memory.plans import CopyBlock, PlanItem, SwapIn, SwapOut
 from cupaged.memory.pool import BlockPool
@@ -18,6 +18,7 @@ from cupaged.memory.prefix import Match, PrefixIndex
 from cupaged.memory.sequence import GroupSpec, SequenceTables
 from cupaged.memory.stats import MemoryStats, group_stats
 from cupaged.memory.table import BlockTable, blocks_for, distinct_blocks
+from cupaged.memory.windows import blocks_of_match, give_up_passed, hold_window
 
 
 class BlockManager:
@@ -47,7 +48,7 @@ class BlockManager:
         self._unfinished: dict[int, PlanItem] = {}
         self.arriving: dict[tuple[int, int], bool] = {}  # (group, destination of a move under way): is it a full block
         self.next_ticket = 0
-        self.prefixes = PrefixIndex(self.pools, [spec.block_size for spec in groups]) if prefix_reuse else None
+        self.prefixes = PrefixIndex(self.pools, self.groups) if prefix_reuse else None
         self._copies = 0
         self._adopted = 0
         self._swapped_out = 0
@@ -66,7 +67,7 @@ class BlockManager:
 
         `num_tokens`: only so many of the first ones; they must end with a block in every KV group, so that the child
         begins a block of its own. BlockError between `prepare_append` and `commit_append` of the original if all its
-        tokens are asked for: its blocks are being written in place.
+        tokens are asked for: its blocks are being written in place; or if a window has passed what `num_tokens` needs.
         """
         self._check_live(tables)
         count = tables.num_tokens if num_tokens is None else num_tokens
@@ -79,6 +80,8 @@ class BlockManager:
                 f"fork of a sequence that is being appended to: {tables.num_tokens} tokens stored, "
                 f"{tables.num_prepared} prepared; commit_append comes first"
             )
+        if count < tables.num_tokens and not hold_window(self.groups, tables, count):
+            raise BlockError(f"fork of {count} of {tables.num_tokens} tokens: their window's blocks were given up")
         child = self.create()
         child.num_tokens = child.num_prepared = count
         for group, (old, new) in enumerate(zip(tables.tables, child.tables, strict=True)):
@@ -117,24 +120,25 @@ class BlockManager:
         """A sequence that begins with the tokens of a match, in the same blocks, and the plan for it.
 
         A unit that is matched in part is shared as far as its blocks are whole; the block within which the match ends
-        is copied. OutOfBlocks if there is none for the copy: nothing has changed.
+        is copied. Blocks that a window has passed are not taken. OutOfBlocks if there is none for the copy: nothing has
+        changed.
         """
         tables = self.create()
         plan: list[PlanItem] = []
         borrowed: list[tuple[BlockPool, int]] = []
         try:
             for group, (spec, pool, table) in enumerate(zip(self.groups, self.pools, tables.tables, strict=True)):
-                whole, rest = divmod(match.partial_tokens, spec.block_size)
-                refs = [ref for node in match.nodes for ref in node.blocks[group]]
-                last = match.partial.blocks[group] if match.partial is not None else ()
-                refs += last[:whole]
+                refs = self.shared_blocks(group, match)
                 pool.fork(refs)
                 table.refs = refs
+                whole, rest = divmod(match.partial_tokens, spec.block_size)
                 if rest:
-                    pool.fork(last[whole])  # not to be evicted for its own copy
-                    borrowed.append((pool, last[whole]))
+                    assert match.partial is not None
+                    last = match.partial.blocks[group][whole]
+                    pool.fork(last)  # not to be evicted for its own copy
+                    borrowed.append((pool, last))
                     table.append_block(pool.allocate())
-                    plan.append(CopyBlock(self.next_ticket, group, last[whole], table.refs[-1]))
+                    plan.append(CopyBlock(self.next_ticket, group, last, table.refs[-1]))
                     self.hold(plan[-1])
             tables.num_tokens = tables.num_prepared = match.num_tokens
         except OutOfBlocks:
@@ -148,10 +152,24 @@ class BlockManager:
         self._adopted += match.num_tokens
         return tables, plan
 
+    def shared_blocks(self, group: int, match: Match) -> list[int]:
+        """The whole blocks that a sequence which begins with a match shares; NO_BLOCK where the window has passed."""
+        return blocks_of_match(self.groups[group], group, match)
+
     def in_use(self, group: int, match: Match) -> int:
-        """Whole blocks of a match that somebody uses: sharing them takes no room, unlike cached ones."""
-        pool = self.pools[group]
-        return sum(pool.count(ref) > 0 for node in match.nodes for ref in node.blocks[group])
+        """Blocks of a match's nodes that take no room: somebody uses them, or a window has passed them."""
+        blocks = self.shared_blocks(group, match)[: len(match.nodes) * (match.unit // self.groups[group].block_size)]
+        return sum(ref == NO_BLOCK or self.pools[group].count(ref) > 0 for ref in blocks)
+
+    def slide(self, tables: SequenceTables) -> None:
+        """Give up the blocks that no later token of the sequence sees, in KV groups with a window.
+
+        To be called after `remember`, so that they stay findable until room is needed.
+        """
+        self._check_live(tables)
+        for group, (spec, table) in enumerate(zip(self.groups, tables.tables, strict=True)):
+            for pool, refs in self._by_pool(group, give_up_passed(spec, table, tables.num_tokens)):
+                pool.free(refs)
 
     # Appending
 

@@ -8,6 +8,10 @@ compared in full, not by a hash that could be made to collide. Sequences of diff
 Nodes that a running sequence uses cannot go; the others are evicted least recently used first, leaves before parents.
 A unit is as many tokens as every group's block size divides (their least common multiple).
 
+In a KV group with a window only the last blocks before a position are needed there. So a node may lack blocks of such a
+group (NO_BLOCK): sequences give up what their window has passed, and when room is needed and no leaf can go, blocks of
+the group that nobody uses are taken out of nodes that stay. A match ends where every window is whole.
+
 Zheng et al. 2023 ("SGLang", RadixAttention) do this per token; a tree of whole blocks with the last one matched in part
 finds as much and keeps frames whole.
 """
@@ -21,22 +25,27 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cupaged.errors import BlockError
-from cupaged.memory.blockref import Pool, pool_of
+from cupaged.memory.blockref import NO_BLOCK, Pool, pool_of
 from cupaged.memory.pool import BlockPool, FrameState
-from cupaged.memory.sequence import SequenceTables
+from cupaged.memory.sequence import GroupSpec, SequenceTables
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One unit of tokens behind `parent`'s. blocks[g]: its block references in KV group g, in order."""
+    """One unit of tokens behind `parent`'s. blocks[g]: its block references in KV group g, in order; NO_BLOCK where a
+    group with a window has none any more."""
 
     tokens: tuple[int, ...]
     parent: Node | None
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: list[list[int]]
     last_used: int = 0
     alive: bool = True
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     by_first: dict[int, list[Node]] = field(default_factory=dict)  # children by their first token
+
+    def listed(self) -> Iterator[tuple[int, int]]:
+        """(KV group, block reference) of the blocks that there are."""
+        return ((group, ref) for group, refs in enumerate(self.blocks) for ref in refs if ref != NO_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +65,23 @@ class Match:
 class PrefixIndex:
     """The tree over the device pools of one block manager. Not thread-safe, as the manager is not."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_sizes: Sequence[int]) -> None:
+    def __init__(self, pools: Sequence[BlockPool], groups: Sequence[GroupSpec]) -> None:
         self._pools = tuple(pools)
-        self._sizes = tuple(block_sizes)
-        self.unit = math.lcm(*block_sizes)
+        self._groups = tuple(groups)
+        self._sizes = tuple(spec.block_size for spec in groups)
+        self.unit = math.lcm(*self._sizes)
         self._roots: dict[Hashable, Node] = {}
         self._cursors: dict[SequenceTables, tuple[Node, int]] = {}  # where a sequence's next unit goes, how many are in
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []  # heap; entries of nodes that have changed since are stale
         self._order = 0
         self._by_block: dict[tuple[int, int], Node] = {}
+        self._unseen: list[list[int]] = [[] for _ in groups]  # blocks of windows that nobody used when last looked for
+        self.num_nodes = 0  # units in the tree
         for group, pool in enumerate(self._pools):
             pool.reclaim = partial(self.evict, group)
         self.evicted = 0  # units
         self.merged = 0  # blocks that sequences gave up for equal ones of the tree
-
-    @property
-    def num_nodes(self) -> int:
-        """Units in the tree; O(1) per block of the first group."""
-        return len(self._by_block) // max(1, sum(self.unit // size for size in self._sizes))
 
     # -- finding
 
@@ -97,9 +104,30 @@ class PrefixIndex:
             node = child
             start += self.unit
         partial, length = self._best_part(node, tokens[start : min(limit, start + self.unit)])
-        for used in nodes if partial is None else [*nodes, partial]:
+        path = nodes if partial is None else [*nodes, partial]
+        whole, length = divmod(self._whole_windows(path, start + length), self.unit)
+        partial = path[whole] if length else None
+        for used in path[: whole + (partial is not None)]:
             self._touch(used)
-        return Match(tuple(nodes), partial, length, self.unit)
+        return Match(tuple(path[:whole]), partial, length, self.unit)
+
+    def _whole_windows(self, path: Sequence[Node], end: int) -> int:
+        """The largest length <= `end` of a path's tokens behind which no window lacks a block."""
+        while end and (gap := self._gap(path, end)) is not None:
+            end = gap
+        return end
+
+    def _gap(self, path: Sequence[Node], end: int) -> int | None:
+        """Where a block begins that is lacking in the window before `end`, be it empty: the last one is copied."""
+        for group, spec in enumerate(self._groups):
+            if spec.window is None:
+                continue
+            size, each = spec.block_size, self.unit // spec.block_size
+            first = min(spec.first_seen(end), end - 1) // size
+            for index in range((end - 1) // size, first - 1, -1):
+                if path[index // each].blocks[group][index % each] == NO_BLOCK:
+                    return index * size
+        return None
 
     @staticmethod
     def _best_part(node: Node, rest: Sequence[int]) -> tuple[Node | None, int]:
@@ -121,13 +149,14 @@ class PrefixIndex:
         """Index the whole units among the stored tokens of a sequence. Call after commit_append: K/V are written then.
 
         Where the tree has the same tokens already, the sequence goes over to the tree's blocks and frees its own: the
-        K/V in them are the same. So a sequence uses every node on its path, and what nobody uses can all be evicted.
-        Blocks that are not on the device end it, and those that stand under another salt: a block has one place.
+        K/V in them are the same. So a sequence uses every node on its path, windows apart, and what nobody uses can all
+        be evicted. Blocks that are not on the device end it, and those that stand under another salt: a block has one
+        place.
         """
         stored = tables.num_tokens // self.unit
         node, count = self._cursors.get(tables, (None, 0))
         if node is None or not node.alive:
-            node, count = self._roots.get(salt) or Node((), None, ()), 0
+            node, count = self._roots.get(salt) or Node((), None, []), 0
         while count < stored:
             key = tuple(tokens[count * self.unit : (count + 1) * self.unit])
             blocks = self._blocks_of(tables, count)
@@ -147,38 +176,52 @@ class PrefixIndex:
         if node.children or node.parent is not None:  # else it is no root of the tree yet
             self._cursors[tables] = (node, count)
 
-    def _blocks_of(self, tables: SequenceTables, unit: int) -> tuple[tuple[int, ...], ...] | None:
-        """The blocks of a sequence's unit, if all of them are on the device and complete."""
+    def _blocks_of(self, tables: SequenceTables, unit: int) -> list[list[int]] | None:
+        """The blocks of a sequence's unit, if all of them are on the device and complete, or passed by a window."""
         blocks = []
         for group, (size, pool) in enumerate(zip(self._sizes, self._pools, strict=True)):
             each = self.unit // size
-            refs = tuple(tables.tables[group].refs[unit * each : (unit + 1) * each])
+            refs = tables.tables[group].refs[unit * each : (unit + 1) * each]
             for ref in refs:
+                if ref == NO_BLOCK and self._groups[group].window is not None:
+                    continue
                 if ref < 0 or pool_of(ref) is not Pool.DEVICE or pool.state(ref) is not FrameState.READY:
                     return None
             blocks.append(refs)
-        return tuple(blocks)
+        return blocks
 
-    def _go_over(self, tables: SequenceTables, unit: int, own: tuple[tuple[int, ...], ...], node: Node) -> None:
+    def _go_over(self, tables: SequenceTables, unit: int, own: list[list[int]], node: Node) -> None:
+        """Have a sequence use a node's blocks instead of its own equal ones; what the node lacks it takes over."""
         for group, (size, pool) in enumerate(zip(self._sizes, self._pools, strict=True)):
-            if own[group] != node.blocks[group]:
-                each = self.unit // size
-                pool.fork(node.blocks[group])
-                pool.free(own[group])
-                tables.tables[group].refs[unit * each : (unit + 1) * each] = node.blocks[group]
-                self.merged += each
+            first = unit * (self.unit // size)
+            for index, (mine, known) in enumerate(zip(own[group], node.blocks[group], strict=True)):
+                if mine in (known, NO_BLOCK):
+                    continue
+                if known == NO_BLOCK:
+                    self._list(node, group, index, mine)
+                else:
+                    pool.fork(known)
+                    pool.free(mine)
+                    tables.tables[group].refs[first + index] = known
+                    self.merged += 1
         self._touch(node)
 
-    def _add(self, parent: Node, tokens: tuple[int, ...], blocks: tuple[tuple[int, ...], ...]) -> Node:
-        node = Node(tokens, parent, blocks)
+    def _add(self, parent: Node, tokens: tuple[int, ...], blocks: list[list[int]]) -> Node:
+        node = Node(tokens, parent, [[NO_BLOCK] * len(refs) for refs in blocks])
         parent.children[tokens] = node
         parent.by_first.setdefault(tokens[0], []).append(node)
         for group, refs in enumerate(blocks):
-            for ref in refs:
-                self._pools[group].keep(ref)
-                self._by_block[group, ref] = node
+            for index, ref in enumerate(refs):
+                if ref != NO_BLOCK:
+                    self._list(node, group, index, ref)
+        self.num_nodes += 1
         self._touch(node)
         return node
+
+    def _list(self, node: Node, group: int, index: int, ref: int) -> None:
+        self._pools[group].keep(ref)
+        self._by_block[group, ref] = node
+        node.blocks[group][index] = ref
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
@@ -213,17 +256,45 @@ class PrefixIndex:
             node = entry[2]
             if not self._current(entry):
                 continue  # it went, it got children, or it was used since and has a later entry
-            if self._in_use(node):
+            if self._in_use(node) and not self._used_in_part(node, group):
                 busy.append(entry)
                 continue
             self._remove(node)
             self.evicted += 1
         for entry in busy:
             heapq.heappush(self._leaves, entry)
+        if self._groups[group].window is not None:
+            self._take_out(group, wanted)
         return pool.num_free >= wanted
 
+    def _take_out(self, group: int, wanted: int) -> None:
+        """Free blocks that nobody uses of nodes that stay, in a group with a window, until `wanted` are free."""
+        pool, unseen = self._pools[group], self._unseen[group]
+        looked = False
+        while pool.num_free < wanted:
+            if not unseen:
+                if looked:
+                    return
+                found = [(node.last_used, ref) for (g, ref), node in self._by_block.items() if g == group]
+                unseen += [ref for _, ref in sorted(found, reverse=True) if not pool.count(ref)]
+                looked = True
+                continue
+            ref = unseen.pop()
+            node = self._by_block.get((group, ref))
+            if node is not None and not pool.count(ref):
+                refs = node.blocks[group]
+                refs[refs.index(ref)] = NO_BLOCK
+                del self._by_block[group, ref]
+                pool.forget(ref)
+                self.evicted += 1
+
+    def _used_in_part(self, node: Node, group: int) -> bool:
+        """Whether a match that ended within a unit uses only the first of its blocks in a group without a window."""
+        refs = node.blocks[group] if self._groups[group].window is None else ()
+        return any(not self._pools[group].count(ref) for ref in refs)
+
     def _in_use(self, node: Node) -> bool:
-        return any(self._pools[group].count(ref) > 0 for group, refs in enumerate(node.blocks) for ref in refs)
+        return any(self._pools[group].count(ref) > 0 for group, ref in node.listed())
 
     def _remove(self, node: Node) -> None:
         """Take a leaf out of the tree; its parent may become one."""
@@ -235,10 +306,10 @@ class PrefixIndex:
         siblings.remove(node)
         if not siblings:
             del parent.by_first[node.tokens[0]]
-        for group, refs in enumerate(node.blocks):
-            for ref in refs:
-                del self._by_block[group, ref]
-                self._pools[group].forget(ref)
+        for group, ref in node.listed():
+            del self._by_block[group, ref]
+            self._pools[group].forget(ref)
+        self.num_nodes -= 1
         if not parent.children:
             if parent.parent is not None:
                 self._push(parent)
@@ -270,7 +341,7 @@ class PrefixIndex:
 
     def audit(self) -> None:
         """BlockError names the first node whose blocks are not kept, or that the maps do not agree on. O(nodes)."""
-        seen = 0
+        seen = nodes = 0
         for root in self._roots.values():
             for node in [node for child in root.children.values() for node in _leaves_first(child)]:
                 if not node.alive or len(node.tokens) != self.unit:
@@ -279,12 +350,16 @@ class PrefixIndex:
                     raise BlockError("prefix index: a node is not its parent's child")
                 if node not in node.parent.by_first.get(node.tokens[0], ()):
                     raise BlockError("prefix index: a node is not found by its first token")
-                for group, refs in enumerate(node.blocks):
-                    for ref in refs:
-                        seen += 1
-                        kept = self._by_block.get((group, ref)) is node
-                        if not kept or self._pools[group].state(ref) is not FrameState.READY:
-                            raise BlockError(f"prefix index: block {ref} of group {group} is not kept and ready")
+                nodes += 1
+                if any(NO_BLOCK in node.blocks[g] for g, spec in enumerate(self._groups) if spec.window is None):
+                    raise BlockError("prefix index: a node lacks a block of a group without a window")
+                for group, ref in node.listed():
+                    seen += 1
+                    kept = self._by_block.get((group, ref)) is node
+                    if not kept or self._pools[group].state(ref) is not FrameState.READY:
+                        raise BlockError(f"prefix index: block {ref} of group {group} is not kept and ready")
+        if nodes != self.num_nodes:
+            raise BlockError(f"prefix index: {nodes} nodes, counted {self.num_nodes}")
         if seen != len(self._by_block):
             raise BlockError(f"prefix index: {len(self._by_block)} blocks listed, {seen} in the tree")
         for group, pool in enumerate(self._pools):

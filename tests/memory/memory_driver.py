@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from memory_judges import Block, Device, Divergence, Ledger, Live, require
+from memory_judges import Block, Device, Divergence, Ledger, Live, first_seen, require
 
 from cupaged.errors import BlockError, CapacityError, OutOfBlocks
 from cupaged.memory import BlockManager, GroupSpec, PlanItem, Pool, pool_of
@@ -34,6 +34,8 @@ class Driver:
             self.create: 5, self.append: 30, self.write: 24, self.fork: 18, self.free: 12, self.abort: 2,
             self.trim: 1, self.complete: 12, self.run_copies: 2,
         }  # fmt: skip
+        if any(spec.window for spec in self.manager.groups):
+            verbs |= {self.slide: 12}
         if any(self.manager.host_pools):
             verbs |= {self.swap_out: 12, self.swap_in: 12, self.complete: 24}
         names, weights = list(verbs), list(verbs.values())
@@ -129,6 +131,11 @@ class Driver:
                 if wrong % whole or wrong > len(parent.tokens):
                     self.refused(BlockError, self.manager.fork, parent.handle, wrong)
             self.seen["forks of a part"] += 1
+            for spec, passed in zip(self.manager.groups, parent.passed, strict=True):
+                needed = range(first_seen(spec, count) // spec.block_size, -(-count // spec.block_size))
+                if count < len(parent.tokens) and needed and needed[0] < passed:
+                    self.refused(BlockError, self.manager.fork, parent.handle, count)
+                    return True
         child = Live(self.manager.fork(parent.handle, count), len(self.manager.groups))
         child.tokens = parent.tokens[:count]
         child.prepared = count
@@ -136,6 +143,19 @@ class Driver:
             self.ledger.forked(parent, child)
         self.sequences.append(child)
         self.touched = child
+        return True
+
+    def slide(self) -> bool:
+        live = self.pick(self.sequences)
+        if live is None:
+            return False
+        self.manager.slide(live.handle)
+        before = sum(live.passed)
+        for group, spec in enumerate(self.manager.groups):
+            live.passed[group] = max(live.passed[group], first_seen(spec, len(live.tokens)) // spec.block_size)
+        self.seen["blocks passed"] += sum(live.passed) - before
+        if self.ledger:
+            self.ledger.slid(live)
         return True
 
     def trim(self) -> bool:
@@ -161,9 +181,9 @@ class Driver:
             return False
         group = self.rng.randrange(len(self.manager.groups))
         if self.manager.host_pools[group] is None:
-            self.refused(BlockError, call, group, live.handle.tables[group].refs[:1])
+            self.refused(BlockError, call, group, live.handle.tables[group].refs[-1:])
             return True
-        there = [ref for ref in dict.fromkeys(live.handle.tables[group].refs) if pool_of(ref) is source]
+        there = [ref for ref in dict.fromkeys(live.handle.tables[group].refs) if ref >= 0 and pool_of(ref) is source]
         if not there:
             return False
         refs = self.rng.sample(there, self.rng.randint(1, len(there)))

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupaged.errors import BlockError, CapacityError, OutOfBlocks
-from cupaged.memory import BlockManager, PlanItem, Pool, SequenceTables, SwapIn, SwapOut, frame_of, pool_of
+from cupaged.memory import BlockManager, GroupSpec, PlanItem, Pool, SequenceTables, SwapIn, SwapOut, frame_of, pool_of
 
 POISON = -1
+NO_BLOCK = -1
+
+
+def first_seen(spec: GroupSpec, position: int) -> int:
+    """The first position that a token at `position` sees: the window counts the token itself."""
+    return 0 if spec.window is None else max(0, position + 1 - spec.window)
 
 
 class Divergence(AssertionError):
@@ -35,13 +41,15 @@ class Block:
 
 
 class Live:
-    """A sequence: the manager's handle, the tokens it must read back, how many slots are prepared, its blocks."""
+    """A sequence: the manager's handle, the tokens it must read back, how many slots are prepared, its blocks (None for
+    those that a window has passed), and per group how many these are."""
 
     def __init__(self, handle: SequenceTables, num_groups: int) -> None:
         self.handle = handle
         self.tokens: list[int] = []
         self.prepared = 0
-        self.blocks: list[list[Block]] = [[] for _ in range(num_groups)]
+        self.blocks: list[list[Block | None]] = [[] for _ in range(num_groups)]
+        self.passed = [0] * num_groups
 
 
 class Device:
@@ -93,9 +101,13 @@ class Device:
         """What attention would read: the blocks of the table, wherever they lie."""
         self.sync(live.handle)
         for group in range(len(self.stores)):
-            found = [token for ref in live.handle.tables[group].refs for token in self.contents(group, ref)]
-            found = found[: len(live.tokens)]
-            require(found == live.tokens, "tokens in group {}: {} read, {} written", group, found, live.tokens)
+            spec, passed = self.manager.groups[group], live.passed[group]
+            refs = live.handle.tables[group].refs
+            require(set(refs[:passed]) <= {NO_BLOCK}, "{} of group {}: {} are passed", refs, group, passed)
+            found = [token for ref in refs[passed:] for token in self.contents(group, ref)]
+            right = live.tokens[passed * spec.block_size :]
+            require(found[: len(right)] == right, "tokens in group {}: {} read, {} written", group, found, right)
+            require(passed * spec.block_size <= first_seen(spec, len(live.tokens)), "group {} lacks blocks", group)
 
     def poison(self, group: int, ref: int) -> None:
         self.put(group, ref, [POISON] * self.manager.groups[group].block_size)
@@ -188,6 +200,7 @@ class Ledger:
             if num_new and self.copies_on_write(live, group):
                 index = len(live.tokens) // spec.block_size
                 old, new = blocks[index], self.take(group, refs[index])
+                assert old is not None
                 item = next(items, None)
                 require(item is not None, "no copy planned for block {} of group {}", index, group)
                 assert item is not None
@@ -206,20 +219,31 @@ class Ledger:
         for group, spec in enumerate(self.manager.groups):
             stored = (len(child.tokens) + spec.block_size - 1) // spec.block_size
             child.blocks[group] = parent.blocks[group][:stored]
+            child.passed[group] = min(parent.passed[group], stored)
             for block in child.blocks[group]:
-                block.holders += 1
+                if block is not None:
+                    block.holders += 1
+
+    def slid(self, live: Live) -> None:
+        for group, blocks in enumerate(live.blocks):
+            for index in range(live.passed[group]):
+                if (block := blocks[index]) is not None:
+                    blocks[index] = None
+                    block.holders -= 1
+                    self.release(group, block)
 
     def trimmed(self, live: Live) -> None:
         for group, spec in enumerate(self.manager.groups):
             stored = (len(live.tokens) + spec.block_size - 1) // spec.block_size
             live.blocks[group], empty = live.blocks[group][:stored], live.blocks[group][stored:]
             for block in empty:
+                assert block is not None
                 block.holders -= 1
                 self.release(group, block)
 
     def freed(self, live: Live) -> None:
         for group, blocks in enumerate(live.blocks):
-            for block in blocks:
+            for block in filter(None, blocks):
                 block.holders -= 1
                 self.drained += not block.holders and block.pins > 0
                 self.release(group, block)
@@ -238,7 +262,7 @@ class Ledger:
                     require(pool.num_free == free, "{} free, {} should be", pool.num_free, free)
         if live is not None:
             for table, blocks in zip(live.handle.tables, live.blocks, strict=True):
-                right = [block.ref for block in blocks]
+                right = [NO_BLOCK if block is None else block.ref for block in blocks]
                 require(table.refs == right, "table {} of group {} should be {}", table.refs, table.group, right)
 
     def check_all(self, sequences: list[Live]) -> None:
@@ -262,6 +286,7 @@ class Ledger:
                 (block.ref, offset)
                 for live in sequences
                 for index, block in enumerate(live.blocks[group])
+                if block is not None
                 for offset in range(min(spec.block_size, len(live.tokens) - index * spec.block_size))
             }
             held = sum(block.holders > 0 for block in self.in_use[group].values())

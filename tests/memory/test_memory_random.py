@@ -18,6 +18,7 @@ GROUPS = {
     "two block sizes": [GroupSpec(36, 4), GroupSpec(20, 8)],
     "odd sizes": [GroupSpec(110, 1), GroupSpec(26, 5), GroupSpec(14, 16)],
     "short tables": [GroupSpec(28, 3, max_blocks=9), GroupSpec(22, 4, max_blocks=10)],
+    "windows": [GroupSpec(32, 4), GroupSpec(30, 2, window=9), GroupSpec(20, 4, window=2)],
 }
 
 
@@ -26,6 +27,7 @@ SWAPPED = {
     "two block sizes": [GroupSpec(24, 4, host_blocks=12), GroupSpec(14, 8, host_blocks=5)],
     "one of two has a host pool": [GroupSpec(30, 4), GroupSpec(12, 8, host_blocks=4)],
     "little on the device": [GroupSpec(11, 3, max_blocks=16, host_blocks=8)],
+    "windows": [GroupSpec(14, 4, host_blocks=10, window=14), GroupSpec(18, 2, host_blocks=6, window=6)],
 }
 
 # What a run must have come across, often, to mean anything.
@@ -40,6 +42,8 @@ SWAP_PATHS += ["append: BlockError", "swap_out: OutOfBlocks", "swap_in: OutOfBlo
 def walk(driver: Driver, operations: int, paths: list[str], least: int, audit_every: int = 250) -> Counter[str]:
     """Run, and see that each path was taken at least so often."""
     driver.run(operations, audit_every)
+    if any(spec.window for spec in driver.manager.groups):
+        paths = [*paths, "slide", "blocks passed"]
     assert driver.ledger is not None
     ledger = driver.ledger
     counts = {"drained": ledger.drained, "swapped_out": ledger.swapped_out, "swapped_in": ledger.swapped_in}
@@ -65,7 +69,7 @@ def test_random_operations_with_swaps(groups: list[GroupSpec]) -> None:
     "groups", [*GROUPS.values(), *SWAPPED.values()], ids=[*GROUPS, *(f"{n}, swapped" for n in SWAPPED)]
 )
 def test_a_million_random_operations(groups: list[GroupSpec], seed: int) -> None:
-    """16 runs of 62,500: an audit every 1,000, every path taken hundreds of times in each."""
+    """20 runs of 62,500: an audit every 1,000, every path taken hundreds of times in each."""
     swapped = any(spec.host_blocks for spec in groups)
     walked = walk(Driver(100 + seed, groups, in_place=seed == 1), 62_500, PATHS + SWAP_PATHS * swapped, 100, 1000)
     assert walked["audits"] == 62

@@ -14,9 +14,13 @@ from cupaged.memory.prefix import Match, PrefixIndex
 class Memory:
     """A block manager, its index, and what is written in each block: {(group, block): [tokens so far]}."""
 
-    def __init__(self, num_blocks: int = 64, sizes: tuple[int, ...] = (4,)) -> None:
-        self.manager = BlockManager([GroupSpec(num_blocks, size) for size in sizes])
-        self.index = PrefixIndex(self.manager.pools, sizes)
+    def __init__(
+        self, num_blocks: int = 64, sizes: tuple[int, ...] = (4,), windows: tuple[int | None, ...] | None = None
+    ) -> None:
+        windows = windows or (None,) * len(sizes)
+        groups = [GroupSpec(num_blocks, size, window=window) for size, window in zip(sizes, windows, strict=True)]
+        self.manager = BlockManager(groups)
+        self.manager.prefixes = self.index = PrefixIndex(self.manager.pools, groups)
         self.sizes = sizes
         self.contents: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
@@ -36,8 +40,38 @@ class Memory:
         return tables
 
     def free(self, tables: SequenceTables) -> None:
-        self.index.forget_sequence(tables)
         self.manager.free(tables)
+
+    def begin(self, tokens: list[int], match: Match) -> SequenceTables:
+        """A sequence that begins with a match, whose copies are done."""
+        tables, plan = self.manager.adopt(match)
+        for item in plan:
+            self.contents[item.group, item.destination] = list(self.contents[item.group, item.source])
+            self.manager.complete(item.ticket)
+        self.check_window(tables, tokens)
+        return tables
+
+    def grow(self, tables: SequenceTables, tokens: list[int], count: int) -> None:
+        """Compute the next `count` tokens of a sequence, as an engine does."""
+        start, stop = tables.num_tokens, tables.num_tokens + count
+        self.manager.prepare_append(tables, count)
+        for group, size in enumerate(self.sizes):
+            for position in range(start, stop):
+                ref = tables.tables[group].refs[position // size]
+                self.contents.setdefault((group, ref), [()] * size)[position % size] = tuple(tokens[: position + 1])
+        self.check_window(tables, tokens)
+        self.manager.commit_append(tables, count)
+        self.manager.remember(tables, tokens)
+        self.manager.slide(tables)
+
+    def check_window(self, tables: SequenceTables, tokens: list[int]) -> None:
+        """All that the next token sees is there, and right."""
+        for group, spec in enumerate(self.manager.groups):
+            first = 0 if spec.window is None else max(0, tables.num_tokens + 1 - spec.window)
+            for position in range(first, tables.num_tokens):
+                index, offset = divmod(position, spec.block_size)
+                ref = tables.tables[group].refs[index]
+                assert self.contents[group, ref][offset] == tuple(tokens[: position + 1])
 
     def read(self, match: Match) -> list[tuple[int, ...]]:
         """What the matched blocks hold, position by position, the same in every group."""
@@ -263,3 +297,70 @@ def test_a_fork_of_another_salt_leaves_the_index_whole(other_first: bool) -> Non
     pool = memory.manager.pools[0]
     pool.allocate_many(pool.num_available)  # all that counts as available can be had
     assert pool.num_available == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "windows"),
+    [((4,), (6,)), ((1,), (3,)), ((4,), (1,)), ((2, 4), (None, 5)), ((4, 6), (7, None)), ((4, 4), (3, 11))],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_give_up_blocks_and_find_what_they_need(
+    sizes: tuple[int, ...], windows: tuple[int | None, ...], seed: int
+) -> None:
+    """Sequences come, share what is known, grow in chunks, slide and go, with too few blocks for all of them."""
+    rng = random.Random(seed)
+    blocks = 26 if min(sizes) >= 4 else 44
+    memory = Memory(blocks, sizes, windows)
+    manager = memory.manager
+    live: list[tuple[SequenceTables, list[int]]] = []
+    hits = 0
+    for _ in range(800):
+        if len(live) < 4 and rng.random() < 0.3:
+            tokens = [rng.randrange(2) for _ in range(40)]
+            match = memory.index.match(tokens, 39)
+            hits += match.num_tokens > 0
+            while any(pool.num_available < blocks // 3 for pool in manager.pools) and live:
+                memory.free(live.pop(rng.randrange(len(live)))[0])
+            live.append((memory.begin(tokens, memory.index.match(tokens, 39)), tokens))
+        elif live:
+            tables, tokens = rng.choice(live)
+            count = min(rng.choice([1, 1, 2, 5, 9]), 40 - tables.num_tokens)
+            if not manager.can_append(tables, count):
+                live.remove((tables, tokens))
+                memory.free(tables)
+            else:
+                memory.grow(tables, tokens, count)
+                if tables.num_tokens == 40:
+                    live.remove((tables, tokens))
+                    memory.free(tables)
+        memory.check()
+        manager.audit()
+    assert hits > 8 and memory.index.evicted > 8
+    for tables, _ in live:
+        memory.free(tables)
+    for pool in manager.pools:
+        assert pool.num_free + pool.num_cached == pool.num_blocks
+        taken = pool.allocate_many(pool.num_available)  # all that counts as available can be had
+        assert len(taken) == pool.num_blocks
+
+
+def test_a_match_ends_where_every_window_is_whole() -> None:
+    """Once blocks in the middle are gone, prefixes that end just behind them are not found; longer and shorter are."""
+    memory = Memory(12, (4, 4), (None, 5))
+    tokens = list(range(100, 132))
+    tables = memory.begin(tokens, memory.index.match(tokens, 31))
+    for _ in range(8):
+        memory.grow(tables, tokens, 4)
+    assert memory.manager.stats().groups[1].pool.used == 1  # of the eight, of which the others are cached
+    assert [memory.index.match(tokens, end).num_tokens for end in (8, 17, 31)] == [8, 17, 31]
+    memory.index.evict(1, 4 + 3)  # three of the seven
+    held = [ref >= 0 for node in memory.index.match(tokens, 32).nodes for ref in node.blocks[1]]
+    assert held.count(False) == 3 and all(held[-2:])
+    gone = [index for index, there in enumerate(held) if not there]
+    for end in range(1, 32):
+        found = memory.index.match(tokens, end).num_tokens
+        needed = range(max(0, found - 4) // 4, -(-found // 4))
+        assert found <= end and not set(needed) & set(gone)
+        better = [n for n in range(found + 1, end + 1) if not set(range(max(0, n - 4) // 4, -(-n // 4))) & set(gone)]
+        assert not better
+    memory.check()
