@@ -99,12 +99,15 @@ def _gpu() -> dict[str, Any]:
     names = [dict(_pair(line) for line in card.splitlines() if ":" in line).get("Model", "unknown") for card in cards]
     found: dict[str, Any] = {"usable": reason is None, "reason": reason, "driver": about or None, "cards": names}
     if reason is None:
+        from cupaged.kernels.cuda import cublas
+
         card = driver.find_card()
         found |= {
             "card": card.name,
             "memory_bytes": card.total_bytes,
             "compute_capability": f"{card.capability // 10}.{card.capability % 10}",
             "driver_cuda": f"{card.cuda // 1000}.{card.cuda % 1000 // 10}",
+            "cublas": cublas.found(driver.installed_wheel() or None),
         }
     return found
 

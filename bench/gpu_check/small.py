@@ -14,17 +14,17 @@ from cupaged.bench.gpu_check.steps import prompts
 from cupaged.llm import LLM
 from cupaged.sampling import SamplingParams
 
-MODEL = RandomModel(2, 128, 192, Heads(8, 2, 64), 320, 512)
+MODEL = RandomModel(2, 128, 192, Heads(8, 2, 64), 320, 1024)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"dtype": "float16"},  # tensor cores: four query heads a KV head
     {"dtype": "bfloat16", "deterministic": True},
     {"dtype": "float32", "kv_dtype": "float32", "graphs": False},
-    {"quantize": "q8_0"},
+    {"quantize": "q8_0", "kv_dtype": "float32"},
     {"quantize": "q4_0"},
 )
-# Several samples of a prompt copy blocks on write; few blocks and a host pool make it swap.
-_PROMPT = 100
-_MEMORY = {"kv_memory": "320KiB", "swap_memory": "4MiB", "max_model_len": 128}
+# Several samples of a prompt copy blocks on write; few blocks and a host pool make blocks move.
+_PROMPT, _LONG = 100, 520  # the last one is longer than the pool, and has two parts: blocks are read on the host
+_MEMORY = {"kv_memory": "320KiB", "swap_memory": "4MiB"}
 
 
 def small_rows(sizes: Sizes) -> Iterator[Row]:
@@ -39,9 +39,12 @@ def small_rows(sizes: Sizes) -> Iterator[Row]:
         path = write_model(Path(folder) / "model", MODEL)
         for setting in SETTINGS:
             with LLM(path, device="cuda", tokenizer=False, **_MEMORY, **setting) as llm:
-                found = llm.generate(prompts(len(params), _PROMPT, MODEL.vocab), params)
+                asked = [*prompts(len(params) - 1, _PROMPT, MODEL.vocab), *prompts(1, _LONG, MODEL.vocab)]
+                found = llm.generate(asked, params)
                 llm.engine.check_idle()
-                swaps = llm.stats().swapped_out
+                stats = llm.stats()
             tokens = sum(len(output.token_ids) for each in found for output in each.outputs)
             label = " ".join(f"{name}={value}" for name, value in setting.items())
-            yield Row(f"tokens, {label}", tokens, f"tokens, {swaps} swaps")
+            yield Row(f"tokens, {label}", tokens, "")
+            yield Row(f"blocks to the host, {label}", stats.swapped_out, "")
+            yield Row(f"blocks read there, {label}", stats.read_in_place, "")

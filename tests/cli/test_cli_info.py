@@ -13,6 +13,7 @@ from cupaged.cli.info import lines
 from cupaged.cli.runtime import DTYPES
 from cupaged.device import driver
 from cupaged.errors import DeviceError
+from cupaged.kernels.cuda import cublas
 from cupaged.kernels.interface import StorageType
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,10 +53,12 @@ def test_U04_a_gpu_that_is_not_there_is_one_line_and_exit_2(
 def test_a_gpu_is_told_with_its_card_and_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     card = driver.Card("NVIDIA H200", 90, 143771 << 20, 13000)
     monkeypatch.setattr(driver, "find_card", lambda index=0: card)
+    monkeypatch.setattr(cublas, "found", lambda major: f"libcublas.so.{major}")
+    monkeypatch.setattr(driver, "installed_wheel", lambda: 13)
     gpu = json.loads(run("info", "--json")[1])["gpu"]
     assert gpu["usable"] is True and gpu["reason"] is None
     assert (gpu["card"], gpu["memory_bytes"]) == ("NVIDIA H200", 143771 << 20)
-    assert (gpu["compute_capability"], gpu["driver_cuda"]) == ("9.0", "13.0")
+    assert (gpu["compute_capability"], gpu["driver_cuda"], gpu["cublas"]) == ("9.0", "13.0", "libcublas.so.13")
 
 
 def no_card(index: int = 0) -> driver.Card:
