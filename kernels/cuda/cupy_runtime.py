@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -72,7 +73,6 @@ class CupyRuntime:
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._blas: cublas.Cublas | None = None
-        self._blas_path: str | None = None
         self._blas_sought = False
         self._workspace: Array = None
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class CupyRuntime:
 
     def current_stream(self) -> Stream:
         """Whichever stream is CuPy's current one when work is queued."""
-        return _CurrentStream(self._cupy.cuda)
+        return _CurrentStream(self._cupy)
 
     def copy(self, destination: Array, source: Array, stream: Stream) -> None:
         if destination.nbytes != source.nbytes:
@@ -206,25 +206,31 @@ class CupyRuntime:
     @property
     def has_gemm(self) -> bool:
         if not self._blas_sought:
-            self._blas_path = cublas.found(int(self._cuda.runtimeGetVersion()) // 1000)
             self._blas_sought = True
-        return self._blas_path is not None
+            self._blas = self._find_blas()
+        return self._blas is not None
+
+    def _find_blas(self) -> cublas.Cublas | None:
+        path = cublas.found(int(self._cuda.runtimeGetVersion()) // 1000)
+        if path is None:
+            return None
+        try:
+            with self._here:
+                self._workspace = self.empty((cublas.WORKSPACE_BYTES,), np.uint8)
+                return cublas.Cublas(path, (self.address(self._workspace), cublas.WORKSPACE_BYTES))
+        except DeviceError as error:
+            warnings.warn(f"{path}: {error}; long prompts are computed without it, slower", RuntimeWarning, 2)
+            return None
 
     def gemm(self, x: Array, weight: Array, out: Array, dtype: str, stream: Stream) -> None:
+        if not self.has_gemm or self._blas is None:
+            raise DeviceError("there is no cuBLAS; pip install nvidia-cublas-cu12")
         rows, inner = x.shape
         outputs = int(weight.shape[0])
         stride = int(out.strides[0]) // 4 if rows > 1 else outputs
+        addresses = self.address(x), self.address(weight), self.address(out)
         with self._here:
-            if self._blas is None:
-                if not self.has_gemm or self._blas_path is None:
-                    raise DeviceError("cuBLAS is not installed; pip install nvidia-cublas-cu12")
-                self._workspace = self.empty((cublas.WORKSPACE_BYTES,), np.uint8)
-                workspace = (self.address(self._workspace), cublas.WORKSPACE_BYTES)
-                self._blas = cublas.Cublas(self._blas_path, workspace)
-            self._blas.gemm(
-                self.address(x), self.address(weight), self.address(out), int(rows), outputs, int(inner), stride, dtype,
-                int(stream.ptr),
-            )  # fmt: skip
+            self._blas.gemm(*addresses, int(rows), outputs, int(inner), stride, dtype, int(stream.ptr))
 
     # -- graphs
 
@@ -255,12 +261,12 @@ class CupyRuntime:
 class _CurrentStream:
     """What of a stream CuPy asks for: its handle."""
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
 
     @property
     def ptr(self) -> int:
-        return int(self._cuda.get_current_stream().ptr)
+        return int(self._cupy.cuda.get_current_stream().ptr)
 
 
 class _OnDevice:
