@@ -7,6 +7,7 @@ import click
 from cupaged.cli.bench_generate import generate
 from cupaged.cli.bench_kernels import attention, kernels, matmul
 from cupaged.cli.bench_memory import memory
+from cupaged.cli.bench_pace import pace
 from cupaged.cli.bench_quality import quality
 
 
@@ -18,5 +19,5 @@ def bench(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (attention, generate, kernels, matmul, memory, quality):
+for command in (attention, generate, kernels, matmul, memory, pace, quality):
     bench.add_command(command)

@@ -11,6 +11,7 @@ from checkpoints import DATA
 
 from cupaged.bench import cases, roofs
 from cupaged.bench.cases import AttentionShape, RandomWeights, attention_case, block_columns, matmul_case
+from cupaged.bench.pace import quantile
 from cupaged.cli import main
 from cupaged.cli.bench_kernels import WEIGHT_TYPES
 from cupaged.device.cpu import CpuDevice
@@ -105,9 +106,40 @@ def test_generate_tells_rates_and_roofs(call: Call) -> None:
     assert decode.startswith("decode ") and "of the read bandwidth)" in decode
 
 
+def test_pace_tells_gaps_and_speeds_over_what_they_are_without_each_other(call: Call) -> None:
+    code, out, err = call("pace", *TINY, "--decodes", "2", "--prompt-tokens", "40", "--json")
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["decodes"], row["prompt_tokens"]) == (2, 40)
+    for name, gap in row["gap_s"].items():
+        assert row["gap_ratio"][name] == gap["beside"] / gap["without"] > 0
+    assert row["gap_s"]["p50"]["without"] <= row["gap_s"]["p99"]["without"]
+    speeds = row["prompt_tokens_s"]
+    assert row["speed_ratio"] == speeds["beside"] / speeds["alone"] > 0
+
+    code, out, err = call("pace", *TINY, "--decodes", "2", "--prompt-tokens", "40")
+    assert code == 0, err
+    first, half, most, speed = out.splitlines()
+    assert first.endswith("2 decoding, 1 rounds")
+    assert half.startswith("gap p50 ") and most.startswith("gap p99 ") and most.endswith(" times")
+    assert speed.startswith("prompt ") and speed.endswith("%   (40 tokens)")
+
+
+def test_pace_counts_gaps_as_what_a_share_of_them_does_not_exceed() -> None:
+    values = [float(n) for n in range(200, 0, -1)]
+    assert [quantile(values, share) for share in (0.005, 0.5, 0.99, 1.0)] == [1, 100, 198, 200]
+    assert quantile([3.0], 0.99) == 3
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["pace", *TINY, "--prompt-tokens", "300"], "--prompt-tokens 300: the model has 256 positions"),
+        (["pace", *TINY, "--prompt-tokens", "40", "--kv-memory", "64KiB"], "--prompt-tokens 40: takes up to 74 steps"),
+        (["pace", *TINY, "--prompt-tokens", "40", "--max-sequences", "4", "--decodes", "4"],
+         "--decodes 4: one more sequence is needed, and 4 can run"),
+        (["pace", *TINY, "--prompt-tokens", "40", "--decodes", "20", "--kv-memory", "256KiB"],
+         "need room for 2040"),
         (["matmul", "--shape", "64"], "'64' is not OUTxIN"),
         (["matmul", "--shape", "0x64"], "'0x64' is not OUTxIN"),
         (["matmul", "--shape", "131072x131072"], "is not OUTxIN"),
