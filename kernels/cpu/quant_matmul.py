@@ -1,10 +1,12 @@
 """Matrix product with quantised weights: one fixed order of sums (quant_tile.py) for any number of rows.
 
-Bytes and operations: for M rows, 2*M*N*K integer operations; the weights are read once per 120 rows. Up to 6 rows are
-bound by memory: their roof is packed bytes / read bandwidth, and the processor's own prefetching is the best there is
-(fetching by software, at any distance, was up to a third slower on Zen 4). From about 16 rows on the roof is the
-integer dot product: 128 operations a cycle and 512-bit vpdpbusd; a piece of a panel then serves all rows from L1 while
-the next one is fetched. Measured figures: `cupaged bench matmul`.
+Bytes and operations: for M rows, 2*M*N*K integer operations; the weights are read once per 120 rows. Up to 8 rows are
+bound by memory: their roof is packed bytes / read bandwidth. One or two rows leave fetching to the processor (by
+software, at any distance, was up to a third slower on Zen 4). Four to eight compute so long on a block that it no
+longer sees far enough ahead: these fetch AHEAD blocks on (8 rows of 3072 x 576: 66 us without, 51 with). From about 16
+rows on the roof is the integer dot product: 128 operations a cycle and 512-bit vpdpbusd, of which the float steps of a
+block, on the same two ports, leave 8/11 with a minimum and 8/10 without; a piece of a panel then serves all rows from
+L1 while the next one is fetched. Measured figures: `cupaged bench matmul`.
 """
 
 from __future__ import annotations
@@ -18,22 +20,36 @@ from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.cpu.processor import target
 from cupaged.kernels.cpu.quant_dot import WAYS
 from cupaged.kernels.cpu.quant_layout import BLOCK, LAYOUTS, MB, PANEL, SCRATCH, X_RECORD
-from cupaged.kernels.cpu.quant_tile import FETCH, emit_tile
+from cupaged.kernels.cpu.quant_tile import EIGHT, emit_tile, fetched
 
-FEW = 6  # rows that are served in one pass over a panel
+FEW = 8  # rows that are served in one pass over a panel, or in two
+AHEAD = 12  # blocks that a pass of four rows and more fetches ahead of itself
 
 
-def tile(layout_name: str, rows: int) -> Any:
-    """Intrinsic (records, count, x, x stride, out, out stride, fresh, ahead, stride): see `quant_tile.emit_tile`."""
+def low_tile(layout_name: str, rows: int) -> Any:
+    """Intrinsic (records, count, x, x stride, out, out stride, fresh): see `quant_tile.emit_tile`."""
     layout, way = LAYOUTS[layout_name], WAYS[target().dot]
 
-    @primitive(9)
+    @primitive(7)
     def kernel(
-        e: Emitter, records: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any, ahead: Any,
-        ahead_stride: Any,
+        e: Emitter, records: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any
     ) -> None:  # fmt: skip
-        begin = e.b.trunc(fresh, I1)
-        emit_tile(e, way, layout, rows, records, count, x, x_stride, out, out_stride, begin, ahead, ahead_stride)
+        emit_tile(e, way, layout, rows, records, count, x, x_stride, out, out_stride, e.b.trunc(fresh, I1))
+
+    return kernel
+
+
+def tall_tile(layout_name: str, rows: int) -> Any:
+    """The same of rows that fetch, with three more arguments: two addresses and how far they move with a block."""
+    layout, way = LAYOUTS[layout_name], WAYS[target().dot]
+
+    @primitive(10)
+    def kernel(
+        e: Emitter, records: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any,
+        first: Any, second: Any, stride: Any,
+    ) -> None:  # fmt: skip
+        begin, ahead = e.b.trunc(fresh, I1), (first, second)
+        emit_tile(e, way, layout, rows, records, count, x, x_stride, out, out_stride, begin, ahead, stride)
 
     return kernel
 
@@ -41,53 +57,64 @@ def tile(layout_name: str, rows: int) -> Any:
 def row_tiles(layout_name: str) -> Any:
     """A function that runs tiles over any number of rows; which tile heights are used does not change a bit.
 
-    What lies from `ahead` to `last` is fetched meanwhile.
+    Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile.
     """
-    one, two = tile(layout_name, 1), tile(layout_name, 2)
+    one, two = low_tile(layout_name, 1), low_tile(layout_name, 2)
     arguments = types.void(*[types.int64] * 10)
-    if target().wide:
-        four, six = tile(layout_name, 4), tile(layout_name, 6)
+    if not target().wide:
 
         @njit(arguments, **OPTIONS)
-        def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last):  # type: ignore[no-untyped-def]
             m = 0
             while m < rows:
-                left = rows - m
                 xa = x + m * x_stride
                 oa = out + m * out_stride
-                fetch = FETCH if ahead < last else 0
-                if left >= 6 and left != 8:
-                    six(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
-                    m += 6
-                elif left >= 4:
-                    four(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
-                    m += 4
-                elif left >= 2:
-                    two(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
+                if rows - m >= 2:
+                    two(records, count, xa, x_stride, oa, out_stride, fresh)
                     m += 2
                 else:
-                    one(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
+                    one(records, count, xa, x_stride, oa, out_stride, fresh)
                     m += 1
-                ahead += count * fetch
 
-        return run
+        return run_narrow
+
+    four, six, eight = (tall_tile(layout_name, rows) for rows in (4, 6, EIGHT))
+    size, half = LAYOUTS[layout_name].record, fetched(LAYOUTS[layout_name])
 
     @njit(arguments, **OPTIONS)
-    def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
         m = 0
         while m < rows:
+            left = rows - m
             xa = x + m * x_stride
             oa = out + m * out_stride
-            fetch = FETCH if ahead < last else 0
-            if rows - m >= 2:
-                two(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
+            # Few rows: a whole record from AHEAD blocks on. Many: half a record of the next piece, by each tile until
+            # all of it has been fetched.
+            first = ahead
+            second = ahead
+            stride = half if ahead < last else 0
+            if rows <= FEW:
+                first = records + AHEAD * size
+                second = first + half
+                stride = size
+            if left == EIGHT and rows == EIGHT:
+                eight(records, count, xa, x_stride, oa, out_stride, fresh, first, second, stride)
+                m += EIGHT
+            elif left >= 6 and left != 8:
+                six(records, count, xa, x_stride, oa, out_stride, fresh, first, second, stride)
+                m += 6
+            elif left >= 4:
+                four(records, count, xa, x_stride, oa, out_stride, fresh, first, second, stride)
+                m += 4
+            elif left >= 2:
+                two(records, count, xa, x_stride, oa, out_stride, fresh)
                 m += 2
             else:
-                one(records, count, xa, x_stride, oa, out_stride, fresh, ahead, fetch)
+                one(records, count, xa, x_stride, oa, out_stride, fresh)
                 m += 1
-            ahead += count * fetch
+            ahead += count * stride
 
-    return run_narrow
+    return run
 
 
 def quant_matmul(layout_name: str) -> Any:
@@ -135,11 +162,9 @@ def quant_matmul(layout_name: str) -> Any:
                     count = min(step, blocks - k)
                     records = panel + k * size
                     ahead = records + count * size
-                    # few rows: what follows is fetched by the processor itself
-                    last = ahead if rows <= FEW else ahead + count * size
                     tiles(
                         records, count, inputs + k * X_RECORD, x_stride, target, stride, rows, 1 if k == 0 else 0,
-                        ahead, last,
+                        ahead, ahead + count * size,
                     )  # fmt: skip
                 if not direct or bias != 0:
                     for r in range(rows):

@@ -14,11 +14,13 @@ that do it are not those of the dot products), and for few rows it is up to twic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from cupaged.kernels.cpu.emit import F32, I32, VF, VI, Emitter, like
+from llvmlite import ir
+
+from cupaged.kernels.cpu.emit import F32, I32, I64, VF, VI, Emitter, like
 from cupaged.kernels.cpu.quant_dot import BYTES, PAIRS, Sum, Way
 from cupaged.kernels.cpu.quant_layout import (
     BLOCK,
@@ -31,7 +33,7 @@ from cupaged.kernels.cpu.quant_layout import (
 
 GROUPS = PANEL // 16
 STEPS = BLOCK // 4
-FETCH = 256
+EIGHT = 8  # rows of the tile that takes 16 outputs at a time: 16 running results and 8 sums fit into 32 registers
 
 
 def halves(e: Emitter, raw: Any) -> tuple[Any, Any]:
@@ -42,13 +44,16 @@ def halves(e: Emitter, raw: Any) -> tuple[Any, Any]:
     return b.and_(raw, low), b.and_(high, low)
 
 
-def _weights(e: Emitter, layout: Layout, record: Any) -> Iterator[tuple[int, list[Any]]]:
-    """(step, the integers of all 32 outputs in vectors of 64 bytes), steps in any order, loaded when asked for."""
+def fetched(layout: Layout) -> int:
+    """Bytes that a tile of four rows or more fetches with each block from either address: half a record."""
+    return -(-layout.record // 128) * 64
+
+
+def _weights(e: Emitter, layout: Layout, record: Any, groups: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
+    """(step, the integers of each group's 16 outputs as 64 bytes), steps in any order, loaded when asked for."""
 
     def at(step: int) -> list[Any]:
-        return [
-            e.load(e.add(record, layout.head + 4 * PANEL * step + 64 * group), BYTES, 64) for group in range(GROUPS)
-        ]
+        return [e.load(e.add(record, layout.head + 4 * PANEL * step + 64 * group), BYTES, 64) for group in groups]
 
     if not layout.nibbles:
         for step in range(STEPS):
@@ -69,44 +74,58 @@ def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
 
 def emit_tile(
     e: Emitter, way: Way, layout: Layout, rows: int, records: Any, count: Any, x: Any, x_stride: Any,
-    out: Any, out_stride: Any, fresh: Any, ahead: Any, ahead_stride: Any,
+    out: Any, out_stride: Any, fresh: Any, ahead: tuple[Any, Any] | None = None, ahead_stride: Any = None,
 ) -> None:  # fmt: skip
     """out[rows, 32] = x[rows, count blocks] . records, added to what `out` holds unless `fresh` (i1).
 
-    records: `count` records of a panel. x: input records. Strides in bytes; out float32. ahead: with each block FETCH
-    bytes from here are fetched into the cache, the next time `ahead_stride` bytes on.
+    records: `count` records of a panel. x: input records. Strides in bytes; out float32. ahead: with each block
+    `fetched` bytes from either address are fetched into the cache, the next time `ahead_stride` bytes on.
     """
     b = e.b
     pairs = [(row, group) for row in range(rows) for group in range(GROUPS)]
     xs = [e.add(x, e.mul(x_stride, row)) for row in range(rows)]
     outs = [e.add(out, e.mul(out_stride, row)) for row in range(rows)]
+    passes = [tuple(range(GROUPS))]
+    if rows == EIGHT:
+        passes = [(group,) for group in range(GROUPS)]
+        # Eight addresses fit into registers; left to itself LLVM computes each input's from the one before.
+        opaque = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0")
+        xs = [b.call(opaque, [base]) for base in xs]
 
     def block(i: Any, acc: list[Any]) -> list[Any]:
         record = e.add(records, e.mul(i, layout.record))
         inputs = [e.add(base, e.mul(i, X_RECORD)) for base in xs]
-        fetched = e.add(ahead, e.mul(i, ahead_stride))
-        for line in range(0, FETCH, 64):
-            e.prefetch(e.add(fetched, line))
-        weights = _weights(e, layout, record)
-        scales = [_scales(e, layout, record, group) for group in range(GROUPS)]
-        acc = list(acc)
+        for begin in ahead or ():
+            for line in range(0, fetched(layout), 64):
+                e.prefetch(e.add(e.add(begin, e.mul(i, ahead_stride)), line))
+        result = dict(zip(pairs, acc, strict=True))
+        for groups in passes:
+            if len(passes) > 1:  # or LLVM does the passes side by side, with too many values for the registers
+                b.fence("seq_cst", "singlethread")
+            one_pass(record, inputs, groups, result)
+        return list(result.values())
+
+    def one_pass(record: Any, inputs: list[Any], groups: Sequence[int], result: dict[tuple[int, int], Any]) -> None:
+        weights = _weights(e, layout, record, groups)
+        scales = {group: _scales(e, layout, record, group) for group in groups}
+        chosen = [(row, group) for row in range(rows) for group in groups]
         splat = lambda row, at, kind: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
         for part in range(layout.scales):
             begin = layout.start + 4 * part if layout.start and not (layout.bits == 8 and way.signed8) else 0
-            sums = {(row, group): Sum(splat(row, begin, I32) if begin else e.zero(VI)) for row, group in pairs}
+            sums = {(row, group): Sum(splat(row, begin, I32) if begin else e.zero(VI)) for row, group in chosen}
             for step, vectors in islice(weights, STEPS // layout.scales):
                 prepared = [way.prepare(e, vector, layout.bits) for vector in vectors]
                 for row in range(rows):
                     value = splat(row, 4 * step, I32)
-                    for group in range(GROUPS):
-                        way.step(e, sums[row, group], prepared[group], value, layout.bits)
-            for index, (row, group) in enumerate(pairs):
+                    for group, integers in zip(groups, prepared, strict=True):
+                        way.step(e, sums[row, group], integers, value, layout.bits)
+            for row, group in chosen:
                 factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
-                acc[index] = e.fma(b.sitofp(way.value(e, sums[row, group]), VF), factor, acc[index])
+                total = b.sitofp(way.value(e, sums[row, group]), VF)
+                result[row, group] = e.fma(total, factor, result[row, group])
         if layout.minimum:
-            for index, (row, group) in enumerate(pairs):
-                acc[index] = e.fma(scales[group][1], splat(row, X_SUM, F32), acc[index])
-        return acc
+            for row, group in chosen:
+                result[row, group] = e.fma(scales[group][1], splat(row, X_SUM, F32), result[row, group])
 
     addresses = [e.add(outs[row], 64 * group) for row, group in pairs]
     begin = [b.select(fresh, e.zero(), e.load_as_float(address, "float32")) for address in addresses]

@@ -45,7 +45,7 @@ def tile_module(way: str, layout: str, rows: int) -> str:
     records, count, x, x_stride, out, out_stride, fresh, ahead = function.args
     emit_tile(
         e, WAYS[way], LAYOUTS[layout], rows, records, count, x, x_stride, out, out_stride, builder.trunc(fresh, I1),
-        ahead, e.const(0),
+        (ahead, ahead), e.const(0),
     )  # fmt: skip
     builder.ret_void()
     return str(module)
