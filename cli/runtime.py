@@ -48,7 +48,7 @@ def model_options(required: bool, only: Container[str] | None = None) -> Callabl
         ),
         click.option(
             "--kv-dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-            help="How K/V are kept. auto: as the weights, float16 beside quantised ones.",
+            help="How K/V are kept. auto: as the weights; beside quantised ones bfloat16 on a CPU, float16 on a GPU.",
         ),
         click.option(
             "--block-size", type=loading("block_size", int), default=16, show_default=True, help="Tokens in a KV block."

@@ -34,7 +34,7 @@ class LLM:
     device: "auto", "cpu" or "cuda". dtype: how weights are kept, "auto" (as stored, quantised ones too), "float32",
     "float16" or "bfloat16". Products with quantised weights are of integers; all else is float32 arithmetic.
     quantize: "q8_0" or "q4_0" narrows float weights while they are loaded. kv_dtype: how K/V are kept, "auto" as the
-    weights, float16 beside quantised ones.
+    weights; beside quantised ones bfloat16 on a CPU, float16 on a GPU.
     block_size: tokens in a KV block. kv_memory: bytes of K/V ("64MiB", an int, or a share of free memory such as
     "25%"); by default four full contexts, at most a quarter of free memory. swap_memory: bytes of a second pool on the
     host, to which blocks are swapped when the first is full; none by default. max_model_len: positions of a sequence.

@@ -151,8 +151,8 @@ class Reports:
             self._sink(ProgressEvent(line, 0, None, ""))
 
 
-def open_model(weights: str | Path, options: LoadOptions, reports: Reports) -> OpenedModel:
-    """Resolve (and fetch, if need be), open and check; nothing big is read yet."""
+def open_model(weights: str | Path, options: LoadOptions, reports: Reports, device: str) -> OpenedModel:
+    """Resolve (and fetch, if need be), open and check, for a kind of device; nothing big is read yet."""
     from cupaged.model.checkpoint import open_checkpoint
     from cupaged.model.parameters import kept_bytes, weight_type
     from cupaged.model.source import resolve_weights
@@ -162,7 +162,7 @@ def open_model(weights: str | Path, options: LoadOptions, reports: Reports) -> O
     tensors = _as_asked(checkpoint, options.quantize)
     stored = checkpoint.config.stored_dtype
     dtype: Any = weight_type(tensors, stored) if options.dtype == "auto" else options.dtype
-    kv_dtype: Any = _kv_dtype(dtype) if options.kv_dtype == "auto" else options.kv_dtype
+    kv_dtype: Any = _kv_dtype(dtype, device) if options.kv_dtype == "auto" else options.kv_dtype
     return OpenedModel(path, checkpoint, tensors, dtype, kept_bytes(tensors, dtype), kv_dtype)
 
 
@@ -195,7 +195,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     reports = Reports(progress)
     device = chosen_device(options, reports)
     try:
-        opened = open_model(weights, options, reports)
+        opened = open_model(weights, options, reports, device.kind)
         checkpoint, dtype, kept, kv_dtype = opened.checkpoint, opened.dtype, opened.kept, opened.kv_dtype
         config, path = checkpoint.config, opened.path
         metadata = checkpoint.metadata if checkpoint.kind == "gguf" else checkpoint.metadata["config.json"]
@@ -258,6 +258,8 @@ def _as_asked(checkpoint: Checkpoint, quantize: str | None) -> Mapping[str, Weig
     return tensors
 
 
-def _kv_dtype(dtype: WeightType) -> StorageType:
-    """K/V follow the weights; beside quantised ones they are float16."""
-    return "float16" if dtype == "quantised" else dtype
+def _kv_dtype(dtype: WeightType, device: str) -> StorageType:
+    """K/V follow the weights; beside quantised ones they are what the device multiplies fastest in 16 bits."""
+    if dtype == "quantised":
+        return "bfloat16" if device == "cpu" else "float16"
+    return dtype

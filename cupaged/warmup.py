@@ -37,7 +37,7 @@ def warm_up(weights: str | Path, options: LoadOptions, progress: ProgressSink | 
     reports = Reports(count)
     device = chosen_device(options, reports)
     try:
-        opened = open_model(weights, options, reports)
+        opened = open_model(weights, options, reports, device.kind)
         before, began = _kept(), time.monotonic()
         opened.prepare(device, options.block_size)
         seconds = time.monotonic() - began

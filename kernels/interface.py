@@ -257,7 +257,8 @@ class Operations(Protocol):
         """Causal attention over paged K/V (Kwon et al. 2023). query, out [T, H, D] float32, rows may be strided.
 
         s = scale * q.k; then cap * tanh(s / cap) if soft_cap; then the mask; softmax, a sink logit per head [H] counted
-        once. A row without a visible key gives zeros. Unused slots may hold NaN.
+        once. A row without a visible key gives zeros. Unused slots may hold NaN. Beside bfloat16 K/V an implementation
+        may round the scaled query and the softmax's weights to bfloat16 as well.
         """
         ...
 

@@ -13,7 +13,7 @@ class Engine:
         dtype = "float32" if variant == "f32" else "auto"
         # 32 streams of 128 tokens and eight of 1,088 fit; as do 2,048.
         self._llm = cupaged.LLM(
-            weights, threads=threads, dtype=dtype, kv_dtype="float32" if variant == "f32" else "float16",
+            weights, threads=threads, dtype=dtype, kv_dtype="float32" if variant == "f32" else "auto",
             kv_memory="256MiB" if variant != "f32" else "512MiB", device="cpu",
         )  # fmt: skip
         self._params = cupaged.SamplingParams

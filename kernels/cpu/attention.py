@@ -7,8 +7,9 @@ exactly 0, whoever shares the work.
 
 A work item (plan.py) is up to 48 query rows (tokens x heads of one KV head) by some parts. Its tokens are a piece of
 one sequence, or one token each of several sequences whose tables begin with the same blocks: of a part, the `shared`
-tokens are read once for all, the rest by each. The tokens of one sequence gather a tile into float32 scratch
-and go over it in blocks of 6 rows; others read blocks where they lie, if they hold whole vectors: the same sums.
+tokens are read once for all, the rest by each. The tokens of one sequence gather a tile into scratch and go over it in
+blocks of 6 rows; others read blocks where they lie, if they hold whole vectors: the same sums. float32 and float16 K/V
+are multiplied in float32 (attention_tiles.py), bfloat16 ones by pairs, twice as many at a time (attention_pairs.py).
 
 Bytes: every K/V element of the context is read once per work item; operations 4 * head_dim a key and query head. Decode
 is bound by memory (roof: read bandwidth) as long as few heads share a KV head, all else by multiply-adds. Measured
@@ -21,7 +22,8 @@ from typing import Any
 
 from numba import njit, types
 
-from cupaged.kernels.cpu.attention_gather import in_place, loaders
+from cupaged.kernels.cpu import attention_pairs
+from cupaged.kernels.cpu.attention_gather import in_place, loaders, pair_loaders
 from cupaged.kernels.cpu.attention_record import (
     ALL,
     FIELDS,
@@ -44,8 +46,8 @@ from cupaged.kernels.cpu.attention_rows import (
     soften,
     softmax,
 )
-from cupaged.kernels.cpu.attention_tiles import GROUPS, chain_tiles, direct_values
-from cupaged.kernels.cpu.emit import SIZE, load64, store64
+from cupaged.kernels.cpu.attention_tiles import GROUPS, chain_tiles, masked_values
+from cupaged.kernels.cpu.emit import SIZE, load64
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.interface import PART, TILE
 
@@ -77,11 +79,17 @@ def regions(kind: str) -> Any:
     rows: of a KV head, read in place, as all of them see all these tokens; 0: gathered.
     """
     size = SIZE[kind]
-    load_k, load_v = loaders(kind, size)
     find, scores_in_place, values_in_place = in_place(kind, size)
-    score_tiles, value_tiles = chain_tiles(False), chain_tiles(True)
-
-    single = direct_values(1, GROUPS, "float32", 4, False)
+    if kind == "bfloat16":
+        dims, panel_bytes = 2, _PANEL_BYTES // 2  # of a row of the tile of K; of a panel of V
+        load_k, load_v = pair_loaders()
+        score_tiles, value_tiles = (chain_tiles(values, attention_pairs.chain_tile) for values in (False, True))
+        lone = attention_pairs.masked_values
+    else:
+        dims, panel_bytes = 1, _PANEL_BYTES
+        load_k, load_v = loaders(kind, size)
+        score_tiles, value_tiles = chain_tiles(False), chain_tiles(True)
+        lone = masked_values
 
     @njit(types.UniTuple(types.int64, 2)(*[types.int64] * 4), **OPTIONS)
     def seeing(token, tokens, first, last):  # type: ignore[no-untyped-def]
@@ -123,7 +131,9 @@ def regions(kind: str) -> Any:
             if a < b:
                 load_k(op, table, head, start, first, last, tile)
                 out = scores + a * group * SCORE_BYTES + (start - part_start) * 4
-                score_tiles(tile, dim, q + a * group * dim * 4, dim * 4, out, SCORE_BYTES, (b - a) * group)
+                score_tiles(
+                    tile, (dim + dims - 1) // dims, q + a * group * dim * 4, dim * 4, out, SCORE_BYTES, (b - a) * group
+                )
             start += TILE
 
     @njit(types.void(*[types.int64] * 14), **OPTIONS)
@@ -158,21 +168,16 @@ def regions(kind: str) -> Any:
                     at, sums = weights + a * group * SCORE_BYTES + (start - part_start) * 4, acc + a * group * stride
                     for p in range(wide // TILE):
                         value_tiles(
-                            tile + p * _PANEL_BYTES, TILE, at, SCORE_BYTES, sums + HEAD + p * TILE * 4, stride,
+                            tile + p * panel_bytes, TILE, at, SCORE_BYTES, sums + HEAD + p * TILE * 4, stride,
                             (b - a) * group,
                         )  # fmt: skip
                 else:  # 0 * NaN is NaN: a row must not touch a value that it does not see
                     for r in range(a * group, b * group):
                         seen = token + r // group * TOKEN_BYTES
                         begin, end = max(first, load64(seen + _low)), min(last, load64(seen + _position) + 1)
+                        at, sums = weights + r * SCORE_BYTES + (start - part_start) * 4, acc + r * stride + HEAD
                         for p in range(wide // TILE):
-                            for j in range(GROUPS):
-                                store64(places + 8 * j, tile + p * _PANEL_BYTES + j * 16 * TILE * 4)
-                            at, sums = weights + r * SCORE_BYTES + (start - part_start) * 4, acc + r * stride
-                            single(
-                                places, 0, places, 0, begin - start, end - start, TILE * 4, at,
-                                sums + HEAD + p * TILE * 4, 0,
-                            )  # fmt: skip
+                            lone(tile + p * panel_bytes, begin - start, end - start, at, sums + p * TILE * 4)
             start += TILE
 
     return region_scores, region_values
@@ -185,8 +190,18 @@ def attention_parts(kind: str) -> Any:
     [rows] partial results (of a part, and of the parts so far).
     """
     region_scores, region_values = regions(kind)
-    softmax_part, softmax_ahead = softmax(False), softmax(True)
+    pairs = kind == "bfloat16"
+    softmax_part, softmax_ahead = softmax(False, pairs), softmax(True, pairs)
     size = SIZE[kind]
+    scale_narrow = attention_pairs.scale_narrow
+
+    @njit(types.void(*[types.int64] * 5), **OPTIONS)
+    def take_query(source, q, rows, dim, scale):  # type: ignore[no-untyped-def]
+        if pairs:
+            for r in range(rows):
+                scale_narrow(source + r * dim * 4, q + r * dim * 4, dim, scale)
+        else:
+            scale_copy(source, q, rows * dim, scale)
 
     @njit(types.void(*[types.int64] * 5), **OPTIONS)
     def attend(op, item, head, heads, scratch):  # type: ignore[no-untyped-def]
@@ -219,7 +234,7 @@ def attention_parts(kind: str) -> Any:
             token = token0 + t * TOKEN_BYTES
             lowest, highest = min(lowest, load64(token + _low)), max(highest, load64(token + _position))
             source = load64(op + _query) + load64(token + _row) * load64(op + _query_stride) + first_head * dim * 4
-            scale_copy(source, q + t * group * dim * 4, group * dim, load64(op + _scale))
+            take_query(source, q + t * group * dim * 4, group, dim, load64(op + _scale))
             for g in range(group):
                 empty_state(run + (t * group + g) * stride, wide // 16)
         last_part = load64(item + _end)

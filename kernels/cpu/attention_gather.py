@@ -6,6 +6,7 @@ from typing import Any
 
 from numba import njit, types
 
+from cupaged.kernels.cpu import attention_pairs
 from cupaged.kernels.cpu.attention_record import FIELDS, SCORE_BYTES, offsets
 from cupaged.kernels.cpu.attention_tiles import (
     GROUPS,
@@ -17,7 +18,17 @@ from cupaged.kernels.cpu.attention_tiles import (
     sum_lanes,
     zero_rows,
 )
-from cupaged.kernels.cpu.emit import LOAD, load32, load64, store64, store_float
+from cupaged.kernels.cpu.emit import (
+    LOAD,
+    SIZE,
+    load32,
+    load64,
+    load_bfloat,
+    load_raw16,
+    store64,
+    store_float,
+    store_raw16,
+)
 from cupaged.kernels.cpu.gemm import OPTIONS
 from cupaged.kernels.interface import FRAME_MASK, POOL_MASK, POOL_SHIFT, TILE
 
@@ -108,12 +119,83 @@ def loaders(kind: str, size: int) -> Any:
     return load_k, load_v
 
 
+def pair_loaders() -> Any:
+    """`loaders` of bfloat16, into tiles of pairs (attention_pairs.py)."""
+    size = SIZE["bfloat16"]
+    block_address = block_addresses(size)
+    k16, k8 = attention_pairs.gather_k(16), attention_pairs.gather_k(8)
+    gather_v, row_of, clear = attention_pairs.gather_v, attention_pairs.row_of, attention_pairs.clear
+
+    @njit(types.void(*[types.int64] * 7), **OPTIONS)
+    def load_k(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+        block_size, dim = load64(op + _block_size), load64(op + _dim)
+        k_row, k_column = load64(op + _k_row), load64(op + _k_column)
+        token = first
+        while token < last:
+            offset = token % block_size
+            run = min(block_size - offset, last - token)
+            k = block_address(op, table, token // block_size, head) + offset * k_column * size
+            column = token - start
+            whole = block_size - offset  # vectors may read the block to its end: other lanes are masked later
+            room = TILE - column
+            at = 0
+            if k_column == 1:
+                while at < run and whole - at >= 16 and room - at >= 16:
+                    k16(k + at * size, k_row * size, tile + (column + at) * 4, dim)
+                    at += 16
+                while at < run and whole - at >= 8 and room - at >= 8:
+                    k8(k + at * size, k_row * size, tile + (column + at) * 4, dim)
+                    at += 8
+            for t in range(at, run):
+                target, k_token = tile + (column + t) * 4, k + t * k_column * size
+                for d in range(dim):
+                    at_pair = target + d // 2 * TILE * 4 + d % 2 * size
+                    store_raw16(at_pair, load_raw16(k_token + d * k_row * size))
+                if dim % 2 != 0:
+                    store_raw16(target + dim // 2 * TILE * 4 + size, 0)
+            token += run
+
+    @njit(types.int64(*[types.int64] * 7), **OPTIONS)
+    def load_v(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+        block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
+        wide = (dim + TILE - 1) // TILE * TILE
+        vectors = dim // 16
+        check = tile + TILE * wide * 4
+        clear(check, 1)
+        if last - first < TILE or vectors * 16 < wide:
+            clear(tile, TILE * wide // 32)
+        bad = types.float32(0.0)
+        token = first
+        while token < last:
+            offset = token % block_size
+            run = min(block_size - offset, last - token)
+            v = block_address(op, table, token // block_size, head) + kv + offset * dim * size
+            gather_v(v, dim * size, token - start, run, tile, vectors, check)
+            if vectors * 16 < wide:
+                for t in range(run):
+                    place = token - start + t
+                    row = tile + row_of(place) * TILE * 4 + place // 16 % 2 * size
+                    for d in range(vectors * 16, dim):
+                        at = v + (t * dim + d) * size
+                        bad += load_bfloat(at) * types.float32(0.0)
+                        store_raw16(row + d // TILE * TILE * TILE * 2 + d % TILE * 4, load_raw16(at))
+            token += run
+        return is_nan(bad + sum_lanes(check))
+
+    return load_k, load_v
+
+
 def in_place(kind: str, size: int) -> Any:
     """(find, scores, values) of a tile read in place, for any number of rows that see the same tokens of it."""
     block_address = block_addresses(size)
-    s1, s2, s3, s4 = (direct_scores(rows, kind, size) for rows in (1, 2, 3, 4))
-    v1, v2, v3, v4 = (direct_values(rows, 4, kind, size, True) for rows in (1, 2, 3, 4))
-    some, narrow = direct_values(1, 4, kind, size, False), direct_values(1, 1, kind, size, False)
+    if kind == "bfloat16":
+        s1, s2, s3, s4 = (attention_pairs.direct_scores(rows) for rows in (1, 2, 3, 4))
+        v1, v2, v3, v4 = (attention_pairs.direct_values(rows, 4, True) for rows in (1, 2, 3, 4))
+        some, narrow = (attention_pairs.direct_values(1, vectors, False) for vectors in (4, 1))
+    else:
+        s1, s2, s3, s4 = (direct_scores(rows, kind, size) for rows in (1, 2, 3, 4))
+        v1, v2, v3, v4 = (direct_values(rows, 4, kind, size, True) for rows in (1, 2, 3, 4))
+        some, narrow = (direct_values(1, vectors, kind, size, False) for vectors in (4, 1))
 
     @njit(types.void(*[types.int64] * 7), **OPTIONS)
     def runs(op, table, head, first, count, keys, values):  # type: ignore[no-untyped-def]

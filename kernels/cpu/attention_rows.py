@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from cupaged.kernels.cpu.attention_pairs import halves, narrow
 from cupaged.kernels.cpu.attention_record import HEAD
 from cupaged.kernels.cpu.attention_tiles import GROUPS
 from cupaged.kernels.cpu.emit import F32, I32, I64, VF, VI, Emitter, like, primitive
@@ -33,11 +34,12 @@ def soften(e: Emitter, scores: Any, vectors: Any, soft_cap: Any) -> None:
     e.loop(vectors, [], body)
 
 
-def softmax(fetch: bool) -> Any:
+def softmax(fetch: bool, pairs: bool) -> Any:
     """Scores (to base 2) of a row's part -> weights in place, tokens first..last-1 visible (at least one).
 
     Every token of the tiles that hold a visible one gets its weight, 0 if it is invisible or scored -inf. A NaN score
     gives a NaN weight. `state` gets the maximum and the sum of weights (by lane of 64 in order, then a fixed tree).
+    With `pairs` weights are rounded to bfloat16, and lie as attention_pairs.py says; the sum is that of rounded ones.
     With `fetch`, a line of each of the four places at `ahead` (+ ahead_offset) is prefetched for every tile, lest
     memory rests meanwhile.
     """
@@ -73,15 +75,22 @@ def softmax(fetch: bool) -> Any:
         future = [e.add(e.load(e.add(ahead, 8 * j), I64, 8), ahead_offset) for j in range(GROUPS)] if fetch else []
 
         def weigh(i: Any, totals: list[Any]) -> list[Any]:
-            a, new = e.add(start, e.mul(i, TILE * 4)), []
-            for j, total in enumerate(totals):
+            a, weights = e.add(start, e.mul(i, TILE * 4)), []
+            for j in range(GROUPS):
                 if fetch:
                     e.prefetch(e.add(future[j], e.mul(i, 64)))
-                at = e.add(a, 64 * j)
-                weight = exp2_weight(e, b.fsub(e.load_as_float(at, "float32"), top))
-                e.store(weight, at, 4)
-                new.append(b.fadd(total, weight))
-            return new
+                weight = exp2_weight(e, b.fsub(e.load_as_float(e.add(a, 64 * j), "float32"), top))
+                if not pairs:
+                    e.store(weight, e.add(a, 64 * j), 4)
+                weights.append(weight)
+            if pairs:
+                rounded: list[Any] = []
+                for half in (0, 1):
+                    both = narrow(e, *weights[2 * half : 2 * half + 2])
+                    e.store(both, e.add(a, 64 * half), 4)
+                    rounded += halves(e, both)
+                weights = rounded
+            return [b.fadd(total, weight) for total, weight in zip(totals, weights, strict=True)]
 
         totals = e.loop(count, [e.zero()] * GROUPS, weigh)
         total = b.fadd(b.fadd(totals[0], totals[1]), b.fadd(totals[2], totals[3]))

@@ -11,6 +11,7 @@ for 4 conversions of float16, which run beside them; broadcasts from memory get 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit, types
@@ -170,25 +171,25 @@ def direct_values(rows: int, vectors: int, kind: str, size: int, full: bool) -> 
     return kernel
 
 
-def chain_tile(rows: int, values: bool) -> Any:
-    """out[rows, 64] = x[rows, k] @ panel[k, 64], float32; with `values`: out += , k = 64, in direct_values' order.
+def chain_tile(rows: int, groups: int, values: bool) -> Any:
+    """out[rows, n] = x[rows, k] @ panel[k, n] of 16 * groups columns of a panel of 64, float32.
 
-    Strides in bytes.
+    With `values`: out += , k = 64, in direct_values' order. Strides in bytes.
     """
 
     @primitive(6)
     def kernel(e: Emitter, panel: Any, k: Any, x: Any, x_stride: Any, out: Any, out_stride: Any) -> None:
         b = e.b
         xs = [e.add(x, e.mul(x_stride, r)) for r in range(rows)]
-        places = [e.add(e.add(out, e.mul(out_stride, r)), 64 * g) for r in range(rows) for g in range(GROUPS)]
+        places = [e.add(e.add(out, e.mul(out_stride, r)), 64 * g) for r in range(rows) for g in range(groups)]
 
         def one(at: Any, acc: list[Any]) -> list[Any]:
             row = e.add(panel, e.mul(at, TILE * 4))
-            loaded = [e.load_as_float(e.add(row, 64 * g), "float32") for g in range(GROUPS)]
+            loaded = [e.load_as_float(e.add(row, 64 * g), "float32") for g in range(groups)]
             new = []
             for r in range(rows):
                 value = e.splat(e.load_as_float(e.add(xs[r], e.mul(at, 4)), "float32", None))
-                new += [e.fma(loaded[g], value, acc[GROUPS * r + g]) for g in range(GROUPS)]
+                new += [e.fma(loaded[g], value, acc[groups * r + g]) for g in range(groups)]
             return new
 
         def eight(i: Any, acc: list[Any]) -> list[Any]:
@@ -208,28 +209,48 @@ def chain_tile(rows: int, values: bool) -> Any:
     return kernel
 
 
-def chain_tiles(values: bool) -> Any:
-    """chain_tile over any number of rows; which heights are used does not change a bit."""
-    one, two = chain_tile(1, values), chain_tile(2, values)
-    four, six = (chain_tile(4, values), chain_tile(6, values)) if WIDE else (two, two)
-    most, more = (6, 4) if WIDE else (2, 2)
+def chain_tiles(values: bool, tile: Callable[[int, int, bool], Any] = chain_tile) -> Any:
+    """`tile` over a whole panel and any number of rows; which tiles are used does not change a bit."""
+    groups = GROUPS if WIDE else 1  # 24 of 32 registers hold sums, or 8 of 16 where 16 lanes take two
+    one, two, four = tile(1, groups, values), tile(2, groups, values), tile(4, groups, values)
+    six, most = (tile(6, groups, values), 6) if WIDE else (four, 4)
+    columns = GROUPS // groups
 
     @njit(types.void(*[types.int64] * 7), **OPTIONS)
     def run(panel, k, x, x_stride, out, out_stride, rows):  # type: ignore[no-untyped-def]
-        m = 0
-        while rows - m >= most:
-            six(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
-            m += most
-        if rows - m >= more:
-            four(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
-            m += more
-        if rows - m >= 2:
-            two(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
-            m += 2
-        if rows - m >= 1:
-            one(panel, k, x + m * x_stride, x_stride, out + m * out_stride, out_stride)
+        for column in range(columns):
+            at, to, m = panel + column * 64, out + column * 64, 0
+            while rows - m >= most:
+                six(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+                m += most
+            if rows - m >= 4:
+                four(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+                m += 4
+            if rows - m >= 2:
+                two(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+                m += 2
+            if rows - m >= 1:
+                one(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
 
     return run
+
+
+@primitive(5)
+def masked_values(e: Emitter, panel: Any, begin: Any, end: Any, weights: Any, acc: Any) -> None:
+    """acc[64 dims] += weights @ panel[64, 64] of one row, tokens begin..end-1 alone, in direct_values' order."""
+    b = e.b
+    places = [e.add(acc, 64 * g) for g in range(GROUPS)]
+
+    def token(i: Any, state: list[Any]) -> list[Any]:
+        at = e.add(e.mul(b.and_(i, e.const(3)), 16), b.ashr(i, e.const(2)))
+        seen = e.splat(b.and_(b.icmp_signed(">=", at, begin), b.icmp_signed("<", at, end)))
+        p = e.splat(e.load_as_float(e.add(weights, e.mul(at, 4)), "float32", None))
+        row = e.add(panel, e.mul(at, TILE * 4))
+        new = [e.fma(e.load_as_float(e.add(row, 64 * g), "float32"), p, s) for g, s in enumerate(state)]
+        return [b.select(seen, x, s) for x, s in zip(new, state, strict=True)]
+
+    for a, s in zip(places, e.loop(e.const(TILE), [e.load_as_float(a, "float32") for a in places], token), strict=True):
+        e.store(s, a, 4)
 
 
 @primitive(3)

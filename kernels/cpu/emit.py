@@ -189,9 +189,10 @@ class Emitter:
             else:
                 self.store(self._narrow_half(value), address, 2)
         else:
-            self.store(self._narrow_bfloat(value), address, 2)
+            self.store(self.narrow_bfloat(value), address, 2)
 
-    def _narrow_bfloat(self, value: Any) -> Any:
+    def narrow_bfloat(self, value: Any) -> Any:
+        """The bits of float32 as bfloat16, rounded to nearest even; NaN stays NaN."""
         b = self.b
         ti = retype(value.type, I32)
         bits = b.bitcast(value, ti)

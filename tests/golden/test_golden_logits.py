@@ -18,8 +18,9 @@ CHUNKS = (None, 1, 3, 16, 17)
 # The same with narrow K/V: what rounding K and V costs. Measured: float16 0.006 (qwen3) to 0.017 (llama-tied-mqa),
 # bfloat16, whose unit is 8 times as large, 0.046 (qwen3) to 0.206 (llama-linear-rope).
 KV_BOUNDS = {"float16": 0.03, "bfloat16": 0.3}
-# And between two implementations, of which a K or V on the edge is rounded to either side. Measured: 0.0006 and 0.0016.
-KV_AGREEMENT = {"float16": 0.003, "bfloat16": 0.01}
+# And between two implementations, of which a K or V on the edge is rounded to either side: measured 0.0006. Beside
+# bfloat16 the CPU rounds query and weights, too: 0.096.
+KV_AGREEMENT = {"float16": 0.003, "bfloat16": 0.2}
 
 
 @lru_cache

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.cache import PagedKVCache
+from cupaged.kernels.interface import PART
 
 BFLOAT16_NAN = 0x7FC0
 
@@ -69,8 +70,13 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    rounding: bool = False,
 ) -> np.ndarray:
-    """Causal attention in float64: queries [T, H, D], the last T of n positions, over keys and values [n, KVH, D]."""
+    """Causal attention in float64: queries [T, H, D], the last T of n positions, over keys and values [n, KVH, D].
+
+    rounding: scaled queries and the softmax's weights are rounded to bfloat16, as the CPU does beside bfloat16 K/V,
+    weights relative to the greatest score of a part of 512 keys.
+    """
     count, heads, dim = query.shape
     context, kv_heads, _ = keys.shape
     out = np.zeros((count, heads, dim))
@@ -83,14 +89,27 @@ def attend(
         mask &= at > own - window
     for head in range(heads):
         shared = head // (heads // kv_heads)
-        scores = query[:, head].astype(np.float64) @ keys[:, shared].T * scale
+        if rounding:
+            factor = np.float32(scale if soft_cap is not None else scale * np.log2(np.e))
+            scores = rounded(query[:, head] * factor, "bfloat16") @ keys[:, shared].T * (scale / np.float64(factor))
+        else:
+            scores = query[:, head].astype(np.float64) @ keys[:, shared].T * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
         weights = np.where(mask, np.exp(scores), 0.0)  # test data keep scores far from overflow
+        for part in range(0, context if rounding else 0, PART):
+            here = weights[:, part : part + PART]
+            top = np.maximum(here.max(1, keepdims=True), np.finfo(float).tiny)
+            here[...] = rounded(here / top, "bfloat16") * top
         total = weights.sum(1) + (0.0 if sinks is None else np.exp(np.float64(sinks[head])))
         seen = mask.any(1)
         out[seen, head] = (weights @ values[:, shared])[seen] / total[seen, None]
     return out
+
+
+def rounds(ops: Any, dtype: str) -> bool:
+    """Whether attention of these kernels takes query and weights as bfloat16 beside K/V of this type."""
+    return dtype == "bfloat16" and type(ops).__name__ == "CpuOperations"
 
 
 def split(rows: np.ndarray, *shape: int) -> np.ndarray:
@@ -140,6 +159,7 @@ class Paged:
 
     def expected(self, queries: Sequence[np.ndarray], **options: Any) -> np.ndarray:
         scale = options.pop("scale", self.cache.head_dim**-0.5)
+        options["rounding"] = rounds(self.ops, self.cache.dtype)
         rows = zip(queries, self.keys, self.values, strict=True)
         return np.concatenate([attend(q, k, v, scale, **options) for q, k, v in rows])
 

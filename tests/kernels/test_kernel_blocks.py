@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import NumpyDevice, attend, paged, poison, queries_for, rounded, split
+from kernel_support import NumpyDevice, attend, paged, poison, queries_for, rounded, rounds, split
 
 from cupaged.cache import PagedKVCache
 from cupaged.errors import KernelError
@@ -155,9 +155,9 @@ def test_K01_offsets_beyond_31_bits(
     for frame in (0, *frames):
         ops.write_kv(key, value, cache.view, layer, frame * 16 + np.arange(13, dtype=np.int64))
     near = attended(0)
-    np.testing.assert_allclose(
-        near, attend(query, rounded(key, "bfloat16"), rounded(value, "bfloat16"), 0.1), rtol=2e-5, atol=2e-5
-    )
+    kept = rounded(key, "bfloat16"), rounded(value, "bfloat16")
+    expected = attend(query, *kept, 0.1, rounding=rounds(ops, "bfloat16"))
+    np.testing.assert_allclose(near, expected, rtol=2e-5, atol=2e-5)
     block = cache.block_bytes(0)
     assert block.any()
     for frame in frames:

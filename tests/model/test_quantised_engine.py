@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_that_float32_finds_best(tmp_path: Path, kind: s
         about = llm.info()["weights"]
         assert (about["dtype"], list(about["kept_bytes"])) == ("quantised", [kind])
         assert about["bytes"] == sum(about["kept_bytes"].values())
-        assert llm.info()["kv_cache"]["kv_dtype"] == "float16"
+        assert llm.info()["kv_cache"]["kv_dtype"] == "bfloat16"
         (found,) = llm.generate(IDS[:9], GREEDY)
         llm.engine.check_idle()
     exact, ids = Bare(file, get_device("cpu"), num_blocks=4), IDS[:9]
