@@ -20,6 +20,7 @@ from streamdouble.work import Call, Copy, Event, GraphLaunch, Poison, Record, Sc
 
 Array = np.ndarray
 DEFAULT_SHARED = 48 << 10
+POLLS = 1000
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StreamDouble:
 
     seed: of the order in which queued work runs. bias: see `work.BIASES`; None changes it as it goes. kernels:
     "reference" puts NumPy behind the launches, "emulated" the CUDA C, compiled by `cudabench`. gemm: whether there is a
-    cuBLAS. `launched`: launches so far by kernel name; `graphs_launched`.
+    cuBLAS. `launched`: launches so far by kernel name; `graphs_launched`, `multiplied`: graphs and gemms.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StreamDouble:
         self.has_gemm = gemm
         self.launched: dict[str, int] = {}
         self.graphs_launched = 0
+        self.multiplied = 0
         self._kernels = launches.KERNELS[kernels]
         self._functions: dict[Any, Function] = {}
         self._scheduler = Scheduler(seed, bias)
@@ -67,6 +69,8 @@ class StreamDouble:
         self._capturing: Stream | None = None
         self._capture_fault: str | None = None
         self._closed = False
+        self._polls = 0  # times that the host asked in vain since something last ran
+        self._polled_at = 0
 
     # -- what tests look at
 
@@ -75,6 +79,12 @@ class StreamDouble:
         """Things queued that have not run."""
         self._collect()
         return sum(len(stream.queue) for stream in self._scheduler.streams)
+
+    @property
+    def copying(self) -> int:
+        """Bytes of copies that have not been done, on other streams than compute."""
+        streams = [stream for stream in self._scheduler.streams if stream is not self._compute]
+        return sum(work.size for stream in streams for work in stream.queue if isinstance(work, Copy))
 
     @property
     def live(self) -> tuple[int, int]:
@@ -146,7 +156,11 @@ class StreamDouble:
 
     def done(self, event: Event) -> bool:
         self._enter("asking for an event")
-        self._scheduler.nudge()
+        if self._scheduler.ran != self._polled_at:
+            self._polled_at, self._polls = self._scheduler.ran, 0
+        self._polls += not event.done
+        if self._polls > POLLS:
+            raise AssertionError("the host asks for events over and over instead of waiting for one")
         return event.done
 
     def synchronize(self, event: Event | None = None) -> None:
@@ -178,6 +192,12 @@ class StreamDouble:
             self._functions[key] = Function(source, name, dict(defines), shared_bytes, run)
         return self._functions[key]
 
+    def prepare(self, builds: Sequence[Any], progress: Callable[[int, int], None] | None = None) -> None:
+        for done, build in enumerate(builds, 1):
+            self.function(build.source, build.kernel, build.defines, build.shared_bytes)
+            if progress is not None:
+                progress(done, len(builds))
+
     def launch(
         self, function: Function, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any],
         shared_bytes: int, stream: Stream,
@@ -203,6 +223,7 @@ class StreamDouble:
         fits = fits and x.flags.c_contiguous and weight.flags.c_contiguous and out.dtype == np.float32
         if not fits or (outputs > 1 and rows and out.strides[1] != 4):
             raise DeviceError(f"gemm: {x.shape} by {weight.shape} of {x.dtype}, {weight.dtype} into {out.shape}")
+        self.multiplied += 1
         self._queue(stream, Call(partial(_multiply, Pointer(x), Pointer(weight), Pointer(out), dtype)))
 
     # -- graphs

@@ -180,6 +180,29 @@ def take_rows(grid: Grid, defines: Defines, x: Pointer, rows: Pointer, out: Poin
     out.view((grid[0], cols), np.float32)[...] = source[wanted]
 
 
+def narrow_rows(
+    grid: Grid, defines: Defines, x: Pointer, out: Pointer, factors: Pointer, cols: int, padded: int
+) -> None:
+    storage = defines["STORAGE"]
+    values = x.view((grid[0], cols), np.float32)
+    exponent = (np.abs(values).max(axis=1).view(np.int32) >> 23) & 255 if storage == 1 else np.zeros(grid[0], int)
+    scaled = (exponent > 0) & (exponent < 255) & ((exponent >= 127 + 15) | (exponent < 127 - 4))
+    factor = np.where(scaled, np.ldexp(1.0, np.minimum(exponent, 253) - 127), 1.0).astype(np.float32)
+    stored = np.zeros((grid[0], padded), np.float32)
+    stored[:, :cols] = values / factor[:, None]
+    out.view((grid[0], padded), STORED[storage])[...] = narrowed(stored, storage)
+    factors.view((grid[0],), np.float32)[...] = factor
+
+
+def finish_rows(
+    grid: Grid, defines: Defines, out: Pointer, out_stride: int, factors: Pointer, bias: Any, cols: int
+) -> None:
+    rows = out.view((grid[0], cols), np.float32, (out_stride, 1))
+    rows *= factors.view((grid[0], 1), np.float32)
+    if bias is not None:
+        rows += bias.view((cols,), np.float32)
+
+
 def _covers(kernel: str, threads: int, needed: int) -> None:
     if threads < needed:
         raise DeviceError(f"{kernel}: a grid of {threads} threads for {needed}")

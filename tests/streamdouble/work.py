@@ -29,6 +29,12 @@ class Stream:
         self.queue: deque[Work] = deque()
         self.recorded: list[Work] | None = None  # while it is captured
 
+    def last(self) -> Event:
+        """A point behind everything."""
+        event = Event(self, timed=False)
+        self.queue.append(Record(event))
+        return event
+
 
 class Work:
     """Something queued. `step` runs a part of it and says how long that took, and whether it was the last part."""
@@ -140,6 +146,7 @@ BIASES = {
     "compute behind": Bias(12, slow=("compute",)),
     "copies behind": Bias(8, slow=("to_host", "to_device"), company=0.05),
     "fetches behind": Bias(8, slow=("to_device",)),
+    "stores behind": Bias(8, slow=("to_host",)),
 }
 _SLOW = 0.02
 
@@ -152,6 +159,7 @@ class Scheduler:
         self.streams: list[Stream] = []
         self.clock = 0.0
         self.error: BaseException | None = None
+        self.ran = 0  # parts of work so far
         self._moody = bias is None
         self._bias = BIASES[bias or self.rng.choice(list(BIASES))]
 
@@ -164,20 +172,15 @@ class Scheduler:
         while left > 0 and self.one():
             left -= 1
 
-    def nudge(self) -> None:
-        """What runs while the host polls: now and then something, so that polling ends."""
-        self.some()
-        if self.rng.random() < 0.02:
-            self.one()
-
     def one(self) -> bool:
-        """A part of the work at the head of some stream. False: there is none that may run."""
+        """A part of the work at the head of some stream. False: there is none that may run, or would yet."""
         ready = [stream for stream in self.streams if stream.queue and stream.queue[0].ready()]
+        if self._bias.slow:
+            slow = self._bias.slow
+            ready = [stream for stream in ready if stream.name not in slow or self.rng.random() < _SLOW]
         if not ready:
             return False
-        slow = self._bias.slow
-        weights = [_SLOW if stream.name in slow else 1.0 for stream in ready]
-        self._run(ready[0] if len(ready) == 1 else self.rng.choices(ready, weights)[0])
+        self._run(ready[0] if len(ready) == 1 else self.rng.choice(ready))
         return True
 
     def until(self, event: Event) -> None:
@@ -193,11 +196,12 @@ class Scheduler:
                 self._run(event.stream)
 
     def all(self) -> None:
-        while self.one():
-            pass
+        while left := [stream for stream in self.streams if stream.queue]:
+            self.until(self.rng.choice(left).last())
 
     def _run(self, stream: Stream) -> None:
         work = stream.queue[0]
+        self.ran += 1
         try:
             took, last = work.step(self.rng, self.clock)
         except Exception as error:

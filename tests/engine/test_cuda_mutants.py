@@ -1,0 +1,66 @@
+"""Every wait and every keep-alive of the CUDA device is needed, and the stream double notices when it is not there.
+
+Each place where the device, its staging, the swap engine or the engine waits for an event, asks for one, or holds
+arrays for work that is under way is taken out in turn: then some seed fails. Unchanged, all of these seeds pass
+(test_cuda_device.py, test_cuda_engine.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_scripts import SCRIPTS
+from cuda_support import Setting, assert_tokens_of_the_cpu, ended_amid_copies, pressed
+from streamdouble.mutation import Mutant, applied, mutants
+
+import cupaged.device.cuda
+import cupaged.device.cuda_capture
+import cupaged.engine
+import cupaged.kernels.cuda.backend
+import cupaged.swap
+
+FILES = (cupaged.device.cuda, cupaged.device.cuda_capture, cupaged.kernels.cuda.backend, cupaged.swap, cupaged.engine)
+MUTANTS = [mutant for module in FILES for mutant in mutants(str(module.__file__))]
+SEEDS = 60
+LATE_FIRST = sorted(range(SEEDS), key=lambda seed: seed % 8 != 2)  # where what waits for nothing waits for ever
+
+
+def fails(seed: int) -> bool:
+    """Whether anything goes wrong: wrong numbers, or an error that says so."""
+    setting = Setting.of(seed)
+    try:
+        assert_tokens_of_the_cpu(setting, pressed(setting).run)
+    except Exception:
+        return True
+    return False
+
+
+def notices() -> str | None:
+    """What fails first: a script of the device, the end of a run, a run of the engine."""
+    for script in (*SCRIPTS, ended_amid_copies):
+        for seed in range(24):
+            try:
+                script(seed)
+            except Exception:
+                return f"{script.__name__}({seed})"
+    return next((f"seed {seed}" for seed in LATE_FIRST if fails(seed)), None)
+
+
+def test_the_places_are_found() -> None:
+    kinds = {(mutant.path.rsplit("/", 1)[1], mutant.kind) for mutant in MUTANTS}
+    assert {("cuda.py", "no wait"), ("cuda.py", "not kept"), ("cuda.py", "done too early")} <= kinds
+    assert {("backend.py", "no wait"), ("swap.py", "no wait"), ("engine.py", "no wait")} <= kinds
+    assert len(MUTANTS) >= 20
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_without_a_wait_or_a_keep_alive_some_seed_fails(mutant: Mutant) -> None:
+    with applied(mutant):
+        assert notices() is not None
+
+
+def test_what_a_mutant_changes_is_there_again() -> None:
+    (mutant, *_) = [each for each in MUTANTS if each.kind == "no wait" and each.path.endswith("swap.py")]
+    code = cupaged.swap.SwapEngine.wait.__code__
+    with applied(mutant):
+        assert cupaged.swap.SwapEngine.wait.__code__ is not code
+    assert cupaged.swap.SwapEngine.wait.__code__ is code
