@@ -129,6 +129,7 @@ class CudaCapture:
         for mine, new in zip(self._plans, own, strict=True):
             if mine.num_tokens != new.num_tokens:
                 raise KernelError(f"plans: one of {new.num_tokens} tokens in place of one of {mine.num_tokens}")
+        own = [new.fresh(like=mine) for mine, new in zip(self._plans, own, strict=True)]
         self._calls = _exchanged(self._calls, self._plans, own)
         self._plans, self._graph, self._held, self._ran = own, None, [], False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +25,7 @@ from cupaged.kernels.cuda.attention import (
 from cupaged.kernels.cuda.capacity import Capacity, pack
 from cupaged.kernels.cuda.launch import Backend, Launcher
 from cupaged.kernels.cuda.plan import NO_WINDOW, WorkPlan, make_plan, parts_seen
+from cupaged.kernels.cuda.scratch import Scratch
 from cupaged.kernels.interface import STORAGE_BYTES, Array, AttentionPlan, KVView
 
 LOG2E = 1.4426950408889634
@@ -43,12 +44,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A plan on the device: the arrays of each pass, and room for partial results, which passes share."""
+    """A plan on the device: the arrays of each pass."""
 
     words: Array
     views: tuple[dict[str, Array], ...]
-    state_values: Array
-    state_scalars: Array
 
 
 @dataclass(slots=True)
@@ -65,12 +64,14 @@ class CudaAttentionPlan:
     passes: tuple[Pass, ...]
     placed: Placed | None = field(default=None, repr=False)
 
-    def fresh(self) -> CudaAttentionPlan:
-        """The same plan, with a place of its own."""
-        return CudaAttentionPlan(
-            self.num_tokens, self.num_heads, self.head_dim, self.group, self.variant, self.window, self.tables,
-            self.passes,
-        )  # fmt: skip
+    def fresh(self, like: CudaAttentionPlan | None = None) -> CudaAttentionPlan:
+        """The same plan, to lie in a place of its own, where there is room for whatever `like` has room for, too: what
+        two kinds of steps replay in turn fits both."""
+        passes = self.passes
+        if like is not None and len(like.passes) == len(passes):
+            pairs = zip(passes, like.passes, strict=True)
+            passes = tuple(replace(own, capacity=own.capacity.with_room_of(other.capacity)) for own, other in pairs)
+        return replace(self, passes=passes, placed=None)
 
     def words(self, capacities: Sequence[Capacity]) -> Array:
         """The words of all passes, one after another, laid out for these capacities."""
@@ -99,6 +100,7 @@ class Attention:
         self._launch = launcher
         self._fixed_block_size = fixed_block_size
         self._tensor_cores = tensor_cores
+        self._scratch = Scratch(backend)
 
     def plan(
         self,
@@ -148,10 +150,7 @@ class Attention:
         for capacity in plan.capacities:
             views.append(capacity.views(words[start : start + capacity.words]))
             start += capacity.words + -capacity.words % 4
-        states = max(1, max((capacity.states for capacity in plan.capacities), default=0)) * plan.num_heads
-        values = self._backend.empty((states * plan.head_dim,), np.float32)
-        scalars = self._backend.empty((states * 2,), np.float32)
-        return Placed(words, tuple(views), values, scalars)
+        return Placed(words, tuple(views))
 
     def _variant(self, cache: KVView, group: int, most_queries: int) -> Variant:
         backend, wanted = self._backend, group * most_queries
@@ -195,14 +194,14 @@ class Attention:
         self, plan: CudaAttentionPlan, capacity: Capacity, views: dict[str, Array], query: Array, cache: KVView,
         layer: int, out: Array, strides: tuple[int, int], scaling: dict[str, float], sinks: Array | None,
     ) -> None:  # fmt: skip
-        assert plan.placed is not None
         variant = plan.variant
         pools = [cache.pools[i] if i < len(cache.pools) else None for i in range(4)]
+        states = max(1, capacity.states) * plan.num_heads
         common = {
             "state_starts": views["state_starts"],
             "state_counts": views["state_counts"],
-            "state_values": plan.placed.state_values,
-            "state_scalars": plan.placed.state_scalars,
+            "state_values": self._scratch.get("values", states * cache.head_dim, np.float32),
+            "state_scalars": self._scratch.get("scalars", states * 2, np.float32),
             "out": out,
             "out_stride": strides[1],
             "sinks": sinks,

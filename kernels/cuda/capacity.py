@@ -46,6 +46,11 @@ class Capacity:
         mine, theirs = astuple(self), astuple(other)
         return mine[:2] == theirs[:2] and all(a >= b for a, b in zip(mine[2:], theirs[2:], strict=True))
 
+    def with_room_of(self, other: Capacity) -> Capacity:
+        """As this, and as much as the other has room for, where both are of the same batch."""
+        mine, theirs = astuple(self), astuple(other)
+        return Capacity(*map(max, mine, theirs)) if mine[:2] == theirs[:2] else self
+
     def sizes(self) -> dict[str, int]:
         """int32 words of each array, in their order: items first, which is read in 16-byte loads."""
         return {

@@ -12,6 +12,7 @@ import numpy as np
 from cupaged.kernels.cuda.arrays import contiguous
 from cupaged.kernels.cuda.launch import Backend, Gemm, Launcher
 from cupaged.kernels.cuda.packing import FORMATS, CudaMatrix, Part, unit_blocks
+from cupaged.kernels.cuda.scratch import Scratch
 from cupaged.kernels.interface import Array
 
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}  # -DSTORAGE
@@ -23,12 +24,12 @@ _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 class Products:
-    """`matmul` on a backend, with the scratch that it needs: kept, so that a captured product finds it again."""
+    """`matmul` on a backend."""
 
     def __init__(self, backend: Backend, launcher: Launcher) -> None:
         self._backend = backend
         self._launch = launcher
-        self._scratch: dict[str, Array] = {}
+        self._scratch = Scratch(backend)
 
     def matmul(self, x: Array, matrix: CudaMatrix, out: Array, bias: Array | None) -> None:
         """out = x @ matrix.T + bias. x [T, K], out [T, N] float32, rows adjacent."""
@@ -75,8 +76,8 @@ class Products:
         """(rows of x as `dtype`, padded with zeros to whole blocks of 32; what each was divided by)."""
         count, cols = int(x.shape[0]), int(x.shape[1])
         padded = -(-cols // 32) * 32
-        rows = self._space(dtype, count * padded, _NUMPY[dtype]).reshape(count, padded)
-        factors = self._space(f"{dtype} factors", count, np.float32)
+        rows = self._scratch.get(dtype, count * padded, _NUMPY[dtype]).reshape(count, padded)
+        factors = self._scratch.get(f"{dtype} factors", count, np.float32)
         self._launch(
             "elementwise.cu", "narrow_rows", (count,), 256, {"STORAGE": STORAGE[dtype]},
             x=x, out=rows, factors=factors, cols=cols, padded=padded,
@@ -92,7 +93,7 @@ class Products:
             return
         # The cut is the matrix's own, whatever the number of rows: the library sums the same products each time.
         tile_rows = min(part.rows, max(128, TILE_BYTES // (2 * padded) // 128 * 128))
-        tile = self._space("tile", tile_rows * padded, np.float16).reshape(tile_rows, padded)
+        tile = self._scratch.get("tile", tile_rows * padded, np.float16).reshape(tile_rows, padded)
         for first in range(0, part.rows, tile_rows):
             stop = min(part.rows, first + tile_rows)
             self.dequantise(part, padded, first, tile[: stop - first], "float16")
@@ -105,11 +106,3 @@ class Products:
             {"FORMAT": FORMATS[part.format], "STORAGE": STORAGE[dtype]},
             out=out, first_row=first, cols=cols, **part.planes,
         )  # fmt: skip
-
-    def _space(self, name: str, count: int, dtype: type) -> Array:
-        """Scratch of that name, as large as any call has needed so far. An older one lives on in the graphs that use
-        it: nothing in scratch is needed from one call to the next."""
-        known = self._scratch.get(name)
-        if known is None or known.shape[0] < count:
-            known = self._scratch[name] = self._backend.empty((count,), dtype)
-        return known[:count]

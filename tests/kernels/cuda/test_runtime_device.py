@@ -269,6 +269,33 @@ def test_plans_that_are_not_the_captures_are_refused() -> None:
     assert mine.placed is None  # the capture has a copy of its own
 
 
+def test_steps_of_two_kinds_in_turn_end_up_in_one_graph() -> None:
+    """One needs wider tables, the other more partial results: there is room for both after each came once."""
+    device = device_on(2)
+    cache = PagedKVCache(300, 16, 1, 64, device=device)
+    tables = np.arange(4 * 70, dtype=np.int32).reshape(4, 70)
+
+    def plan(contexts: list[int]) -> Any:
+        width = -(-max(contexts) // 16)
+        return device.ops.plan_attention(cache.view, tables[:, :width], list(range(5)), contexts, 2)
+
+    query, out = device.upload(np.ones((4, 2, 64), np.float32)), device.empty((4, 2, 64), np.float32)
+    slots = np.arange(4 * 70 * 16, dtype=np.int64)
+    rows = device.upload(np.random.default_rng(0).standard_normal((len(slots), 1, 64), np.float32))
+    device.ops.write_kv(rows, rows, cache.view, 0, device.upload(slots))
+    one, other = [1100, 5, 5, 5], [513, 513, 513, 513]
+    with device.capture([first := plan(one)]) as step:
+        device.ops.paged_attention(query, cache.view, 0, first, out, 0.125)
+    made = []
+    for contexts in (one, other, one, other, one, other):
+        step.replay([fresh := plan(contexts)])
+        result = device.download(out)
+        device.ops.paged_attention(query, cache.view, 0, fresh, out, 0.125)
+        assert np.array_equal(result, device.download(out))
+        made.append(device.graphs.made)
+    assert made == [0, 0, 1, 1, 1, 1] and device.graphs.launched == 4
+
+
 # -- prepared, closed, forked
 
 
