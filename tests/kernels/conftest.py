@@ -29,6 +29,12 @@ TENSOR_TESTS = (
     "test_nan_reaches_the_rows_that_see_it_and_no_other",
     "test_blocks_of_several_pools_give_the_same_bits",
 )
+# Of test_kernel_invariance.py, where a call takes hundreds of queries: with one set of options, which has them all.
+ONCE_WHEN_INTERPRETED = (
+    "test_prefill_chunks_and_decode_give_the_same_bits",
+    "test_company_does_not_change_bits",
+    "test_block_size_layout_and_key_order_do_not_change_bits",
+)
 QUICK_WHEN_INTERPRETED = (  # of the interpreter's tests, those of the default run
     "test_K07_K21_row_without_a_visible_key_is_zero",
     "test_K08_contents_of_unused_slots_do_not_matter[cuda-ptx-float32-nan",
@@ -116,8 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if name.endswith("-ptx"):
             same = name == "cuda-tensor-ptx" and case.get("group", 1) >= TENSOR_GROUP  # as "cuda-ptx" runs it
-            elsewhere = item.path.name != "test_kernel_attention.py" or "refused" in item.name  # nothing is launched
-            if same or elsewhere:
+            once = item.name.startswith(ONCE_WHEN_INTERPRETED) and "capped-with-sinks" in item.name
+            refused = "refused" in item.name  # nothing is launched
+            if same or refused or not (once or item.path.name == "test_kernel_attention.py"):
                 continue
             if not item.name.startswith(QUICK_WHEN_INTERPRETED):
                 item.add_marker(pytest.mark.slow)
