@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cupaged.errors import KernelError
 from cupaged.kernels.interface import Array
+
+_DTYPES = {name: np.dtype(name) for name in ("float32", "float16", "uint16", "int32", "int64", "uint8")}
 
 
 def row_stride(name: str, array: Array, shape: Sequence[int], dtype: str = "float32") -> int:
     """Elements from one row to the next of an array [T, ...] whose rows are contiguous. KernelError if it is not so."""
     if tuple(array.shape) != tuple(shape):
         raise KernelError(f"{name}: expected shape {tuple(shape)}, got {tuple(array.shape)}")
-    if str(array.dtype) != dtype:
+    if array.dtype != _DTYPES[dtype]:
         raise KernelError(f"{name}: expected {dtype}, got {array.dtype}")
     item = array.dtype.itemsize
     if not array.size:

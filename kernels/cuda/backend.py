@@ -123,8 +123,7 @@ class RuntimeBackend:
         return None if self._deterministic or not self.runtime.has_gemm else self._gemm
 
     def _gemm(self, x: Array, weight: Array, out: Array, dtype: str) -> None:
-        if self._used is not None:
-            self._used += [x, weight, out]
+        # Its arrays are held by the launches that fill them (`capturing`) and by the recorded call.
         self.runtime.gemm(x, weight, out, dtype, self.stream)
 
     @contextmanager

@@ -6,6 +6,7 @@ read garbage. So every launch goes through `Launcher`, which reads the signature
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ Gemm = Callable[[Array, Array, Array, str], None]
 """``gemm(x, weight, out, dtype)``: queues out = x @ weight.T; see `runtime.Runtime.gemm`."""
 
 NULL = np.uint64(0)
+NO_DEFINES: Mapping[str, int] = {}
+DEFAULT_STORAGE = 1  # common.cuh's
+_SAFE = 1e38  # of float32
 
 
 class Backend(Protocol):
@@ -88,38 +92,72 @@ class Launcher:
 
         KernelError names an argument that is missing, unknown, or of another kind than the source says.
         """
-        typed = typed_arguments(source, name, arguments)
+        typed = typed_arguments(source, name, arguments, defines)
         kernel = self.backend.kernel(source, name, defines, shared_bytes)
         kernel(tuple(int(n) for n in grid), (threads,), typed, shared_bytes)
 
 
-def typed_arguments(source: str, name: str, arguments: Mapping[str, Any]) -> list[Any]:
-    """The arguments in the order of the kernel's signature, scalars as NumPy scalars of its types."""
-    parameters = sources.kernels(source)[name]
-    names = [parameter.name for parameter in parameters]
-    if set(names) != set(arguments):
-        wrong = sorted(set(names) ^ set(arguments))
+def typed_arguments(
+    source: str, name: str, arguments: Mapping[str, Any], defines: Mapping[str, int] = NO_DEFINES
+) -> list[Any]:
+    """The arguments in the order of the kernel's signature, scalars as NumPy scalars of its types.
+
+    defines: of the variant; STORAGE decides what `stored_t` is.
+    """
+    converters = _converters(source, name, defines.get("STORAGE", DEFAULT_STORAGE))
+    if len(converters) != len(arguments) or not converters.keys() <= arguments.keys():
+        wrong = sorted(set(converters) ^ set(arguments))
         raise KernelError(f"{name}: {', '.join(wrong)}: not both a parameter and an argument")
-    return [_typed(parameter, arguments[parameter.name], name) for parameter in parameters]
+    return [convert(arguments[parameter]) for parameter, convert in converters.items()]
 
 
-def _typed(parameter: sources.Parameter, value: Any, kernel: str) -> Any:
-    where = f"{kernel}: {parameter.name}"
-    if parameter.kind == "pointer":
-        if value is None:
-            return NULL
-        if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.shape is None or np.isscalar(value):
-            raise KernelError(f"{where}: expected an array, got {type(value).__name__}")
-        if parameter.size and value.dtype.itemsize != parameter.size:
-            raise KernelError(f"{where}: expected elements of {parameter.size} bytes, got {value.dtype}")
-        return value
-    if hasattr(value, "shape") and not np.isscalar(value):
-        raise KernelError(f"{where}: expected a number, got an array")
-    kind = np.dtype(parameter.kind)
-    if kind.kind in "iu":
-        limits = np.iinfo(kind)
-        if not limits.min <= int(value) <= limits.max:
-            raise KernelError(f"{where}: {value} does not fit {parameter.kind}")
-        return kind.type(int(value))
+@functools.cache
+def _converters(source: str, name: str, storage: int) -> dict[str, Callable[[Any], Any]]:
+    """What makes an argument of each parameter, in order: a step has hundreds of launches with ten arguments or so."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for parameter in sources.kernels(source)[name]:
+        where = f"{name}: {parameter.name}"
+        if parameter.kind == "pointer":
+            element = sources.STORED[storage] if parameter.element == "stored" else parameter.element
+            found[parameter.name] = functools.partial(_pointer, where, np.dtype(element) if element else None)
+        elif np.dtype(parameter.kind).kind in "iu":
+            limits = np.iinfo(parameter.kind)
+            found[parameter.name] = functools.partial(
+                _whole, where, np.dtype(parameter.kind).type, int(limits.min), int(limits.max)
+            )
+        else:
+            found[parameter.name] = functools.partial(_real, where, np.dtype(parameter.kind).type)
+    return found
+
+
+def _pointer(where: str, element: Any, value: Any) -> Any:
+    if value is None:
+        return NULL
+    if isinstance(value, np.generic) or not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise KernelError(f"{where}: expected an array, got {value!r:.40}")
+    if element is not None and value.dtype != element:
+        raise KernelError(f"{where}: expected an array of {element}, got {value.dtype}")
+    return value
+
+
+def _whole(where: str, kind: Any, low: int, high: int, value: Any) -> Any:
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise KernelError(f"{where}: expected a whole number, got {_shown(value)}")
+        value = int(value)
+    if not low <= value <= high:
+        raise KernelError(f"{where}: {value} does not fit {kind.__name__}")
+    return kind(value)
+
+
+def _real(where: str, kind: Any, value: Any) -> Any:
+    if type(value) is float and -_SAFE < value < _SAFE:
+        return kind(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise KernelError(f"{where}: expected a number, got {_shown(value)}")
     with np.errstate(over="ignore"):  # a scale beyond float32 is infinite there, as in the other kernels
-        return kind.type(value)
+        return kind(value)
+
+
+def _shown(value: Any) -> str:
+    return "an array" if hasattr(value, "shape") and not isinstance(value, np.generic) else f"{value!r:.40}"

@@ -20,8 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 # would break infinities and NaN.
 NVRTC_OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 
-# C types of kernel parameters -> NumPy's names for them. Pointers are 8 bytes; of their targets the launch layer checks
-# the size, so that float32 is not passed for float16.
+# C types of kernel parameters, and of what pointers point to -> NumPy's names for them.
 SCALARS = {
     "int": "int32",
     "unsigned": "uint32",
@@ -30,20 +29,23 @@ SCALARS = {
     "float": "float32",
     "double": "float64",
 }
-_TARGETS = {"unsigned char": 1, "signed char": 1, "__half": 2, "float": 4, "int": 4, "unsigned": 4, "long long": 8}
-_TARGETS |= {"double": 8, "unsigned long long": 8}
+TARGETS = SCALARS | {"unsigned char": "uint8", "signed char": "int8", "__half": "float16"}
+_SIZES = {"uint8": 1, "int8": 1, "float16": 2, "int64": 8, "uint64": 8, "float64": 8}  # the rest: 4
+STORED = ("float32", "float16", "uint16")  # `stored_t` by -DSTORAGE; bfloat16 is kept as uint16
 _KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)', re.S)
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a kernel. `kind`: "pointer" or NumPy's name of a scalar. `size`: bytes of what a pointer points
-    to, 0 where the variant decides (stored_t) or anything will do."""
+    """One parameter of a kernel. `kind`: "pointer" or NumPy's name of a scalar. Of a pointer: `element`, NumPy's name
+    of what it points to, "stored" where the variant decides (stored_t), "" where anything will do; `size`, its bytes,
+    or 0 where that is open."""
 
     name: str
     kind: str
-    size: int
+    size: int = 0
+    element: str = ""
 
 
 @functools.cache
@@ -86,10 +88,11 @@ def _parameter(declaration: str, where: str) -> Parameter:
     head = head.removeprefix("const ").strip()
     if head.endswith("*"):
         target = head.removesuffix("*").strip()
-        return Parameter(name, "pointer", _TARGETS.get(target, 0))
+        element = "stored" if target == "stored_t" else TARGETS.get(target, "")
+        return Parameter(name, "pointer", _SIZES.get(element, 4) if target in TARGETS else 0, element)
     if head not in SCALARS:
         raise KernelError(f"{where}: parameter {name} has type {head!r}, which the launch layer does not know")
-    return Parameter(name, SCALARS[head], 0)
+    return Parameter(name, SCALARS[head])
 
 
 @functools.cache
