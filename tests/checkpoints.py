@@ -122,4 +122,5 @@ class Bare:
             max_position=stop - 1,
         )
         self.decoder.prepare(batch.max_position)
-        return np.array(self.decoder.forward(batch, [self.cache.view]))
+        logits = self.decoder.forward(batch, [self.cache.view])
+        return np.array(logits if isinstance(self.device, NumpyDevice) else self.device.download(logits))

@@ -2,7 +2,8 @@
 
 "cuda" and "cuda-tensor" are the CUDA C kernels on the test bench's emulator: as the launch layer chooses for the case,
 and with tensor cores for any number of heads. "cuda-ptx" and "cuda-tensor-ptx" are the same two as NVRTC compiled them,
-interpreted: attention alone, whose kernels are those with inline asm.
+interpreted: attention alone, whose kernels are those with inline asm. "cuda-device" are the same on a GPU, where there
+is one (gpu_device.py).
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import shutil
 from typing import Any
 
+import gpu_device
 import pytest
 
 from cupaged.kernels.cuda.attention import TENSOR_GROUP
 
 IMPLEMENTATIONS = ["reference", "cpu", "cuda", "cuda-tensor", "cuda-ptx", "cuda-tensor-ptx"]
+if gpu_device.is_real() or gpu_device.ASKED == "double":
+    IMPLEMENTATIONS.append("cuda-device")
 # Tests of attention that "cuda" runs without tensor cores, having fewer than four heads a KV head.
 TENSOR_TESTS = (
     "test_prefill_chunks_and_decode_give_the_same_bits",
@@ -71,6 +75,10 @@ def need_library() -> None:
 
 
 def make_operations(name: str) -> Any:
+    if name == "cuda-device":
+        from on_device import OnDevice
+
+        return OnDevice(gpu_device.make(deterministic=True))
     if name == "reference":
         from cupaged.kernels.reference import ReferenceOperations
 
@@ -118,6 +126,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = str(parameters.get("ops", ""))
         case = parameters.get("case", parameters)
         on_tensor_cores = item.name.startswith(TENSOR_TESTS) and case.get("dtype") != "float32"
+        if name == "cuda-device":  # nothing is slow there, but 8 GB are not taken to the device and back: see tests/gpu
+            kept += [] if item.name.startswith("test_K01_offsets_beyond_31_bits") else [item]
+            continue
         if name.startswith("cuda-tensor") and not on_tensor_cores:
             continue
         if name.endswith("-ptx"):
