@@ -101,10 +101,16 @@ def lines_of(file: str, function: str) -> range:
     return range(first, next(i for i, line in enumerate(lines, start=1) if i > first and line == "}"))
 
 
+@pytest.mark.parametrize(("dim", "limit"), [(128, 163), (256, 99)], ids=["whole rows", "rows in pieces"])
 @pytest.mark.parametrize(
     ("dtype", "group", "kernel", "loop"),
     [
-        ("float16", 1, "paged_attention", {"score_slice": "paged_attention.cu", "weigh_slice": "paged_attention.cu"}),
+        (
+            "float16",
+            1,
+            "paged_attention",
+            {"multiply_slice": "paged_attention.cu", "weigh_slice": "paged_attention.cu"},
+        ),
         (
             "bfloat16",
             4,
@@ -114,17 +120,17 @@ def lines_of(file: str, function: str) -> range:
     ],
 )
 def test_decode_reads_whole_sectors_and_its_loop_has_no_bank_conflicts(
-    dtype: str, group: int, kernel: str, loop: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    dtype: str, group: int, kernel: str, loop: dict[str, str], dim: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = emulated_operations()
+    ops = emulated_operations(shared_limit=limit << 10)
     monkeypatch.setattr(NumpyDevice, "empty", lambda self, shape, kind: ops.backend.empty(shape, kind))  # aligned
     contexts = [300, 150]
-    problem = paged(ops, contexts, kv_heads=2, dim=128, dtype=dtype)
+    problem = paged(ops, contexts, kv_heads=2, dim=dim, dtype=dtype)
     ops.backend.check = "traffic"
-    problem.run(queries_for([1, 1], 2 * group, 128))
+    problem.run(queries_for([1, 1], 2 * group, dim))
     (report,) = (report for name, report in ops.backend.reports if name == kernel)
     (keys_and_values,) = report.of("global read", "common.cuh")  # copy16
-    assert keys_and_values.bytes == sum(contexts) * 2 * 2 * 128 * 2  # K and V of two heads, each byte once
+    assert keys_and_values.bytes == sum(contexts) * 2 * 2 * dim * 2  # K and V of two heads, each byte once
     assert keys_and_values.efficiency >= 0.95
     for function, file in loop.items():
         numbers = lines_of(file, function)
