@@ -2,6 +2,7 @@
 #   make demo          install into .venv and generate text with a small real model
 #   make test          install with the test extra and run the default tests (5 minutes or less)
 #   make lint          ruff, then mypy over an installed wheel
+#   make gpu-check     check a GPU and time it: less than five minutes, no network (docs/gpu.md)
 #   make sizes         how much disk an install takes, without and with CuPy
 #   make clean         remove all of the above
 # CuPy (about 300 MB) is installed where an NVIDIA driver is seen. GPU=1 forces it, GPU=0 leaves it out.
@@ -16,6 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
 	then echo $$p; break; fi; done)
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
+OUT ?= build/gpu-check.json
 INSTALLED = $(VENV)/.installed-gpu$(GPU)
 TESTABLE = $(VENV)/.testable-gpu$(GPU)
 
@@ -27,7 +29,7 @@ else
 $(error GPU=$(GPU): GPU is 1 (install CuPy and the CUDA wheels) or 0 (leave them out))
 endif
 
-.PHONY: demo install test lint sizes clean
+.PHONY: demo install test lint gpu-check sizes clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -46,6 +48,10 @@ lint: $(TESTABLE)
 	$(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
 	$(PIP) install --no-deps --target build/site build/wheel/*.whl
 	cd build && MYPYPATH=site $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p cupaged
+
+# From the checkout, by $(VENV) or by whichever Python has CuPy: nothing is installed, which would take a network.
+gpu-check:
+	@PYTHONPATH="$(CURDIR)" $(or $(wildcard $(BIN)/python),$(PYTHON),python3) -m cupaged.bench.gpu_check --out "$(OUT)" $(GPU_CHECK_ARGS)
 
 sizes: $(VENV)/.made
 	@rm -rf build
