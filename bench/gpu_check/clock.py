@@ -51,16 +51,10 @@ class Clock:
 
     def captured(self, work: Work) -> Work:
         """The same launches as one CUDA graph, so that the host's own time is not in what is measured."""
-        work()  # kernels are loaded, and scratch is there
-        self._runtime.begin_capture(self._stream)
-        with self.device.backend.capturing() as held:
+        with self.device.capture() as step:
             work()
-        graph = self._runtime.end_capture(self._stream)
-
-        def launch(held: Any = held) -> None:  # the arrays that the graph's launches use live as long as it does
-            self._runtime.launch_graph(graph, self._stream)
-
-        return launch
+        step.replay()  # call by call: kernels are loaded, and scratch is there
+        return step.replay
 
     def copied(self, source: Array, target: Array) -> float:
         """Bytes a second that a copy on the device moves, those read and those written counted."""

@@ -64,7 +64,7 @@ def _torch_median(torch: Any, work: Callable[[], None], seconds: float) -> float
     for _ in range(2):
         work()
     torch.cuda.synchronize()
-    times = []
+    times: list[float] = []
     stop = time.monotonic() + seconds
     while time.monotonic() < stop or len(times) < _ROUNDS:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

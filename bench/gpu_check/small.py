@@ -24,7 +24,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 # Several samples of a prompt copy blocks on write; few blocks and a host pool make blocks move.
 _PROMPT, _LONG = 100, 520  # the last one is longer than the pool, and has two parts: blocks are read on the host
-_MEMORY = {"kv_memory": "320KiB", "swap_memory": "4MiB"}
+_MEMORY: dict[str, Any] = {"kv_memory": "320KiB", "swap_memory": "4MiB"}
 
 
 def small_rows(sizes: Sizes) -> Iterator[Row]:

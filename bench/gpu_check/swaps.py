@@ -28,7 +28,7 @@ def swap_rows(device: CudaDevice, sizes: Sizes) -> Iterator[Row]:
     out_refs = np.random.default_rng(2).permutation(blocks).tolist()
     in_refs = [blocks + ref for ref in out_refs]
     for layout, cache in caches.items():
-        pairs = {
+        pairs: dict[CopyStream, list[tuple[Array, Array]]] = {
             "to_host": _pairs(cache, out_refs, [_HOST | ref for ref in range(blocks)]),
             "to_device": _pairs(cache, [_HOST | blocks + ref for ref in range(blocks)], in_refs),
         }

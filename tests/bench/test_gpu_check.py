@@ -275,9 +275,13 @@ def test_what_the_sanitizer_says_is_understood(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(suites, "bounded", bounded)
     assert [row.value for row in suites.sanitizer(10.0)] == [0, 0]
-    assert [arguments[:3] for arguments in said] == [
+    assert said[0][:3] == [sys.executable, "-m", "cupaged.bench.gpu_check"]
+    assert [arguments[:3] for arguments in said[1:]] == [
         ["/opt/sanitizer", "--tool", name] for name in ("memcheck", "racecheck")
     ]
+    monkeypatch.setattr(suites, "bounded", lambda *arguments: ("", False))
+    with pytest.raises(Failed, match="did not end without the tool either"):
+        list(suites.sanitizer(10.0))
 
 
 # -- timings, on a pretended GPU
@@ -320,6 +324,24 @@ def test_every_timing_runs(pretended: None, name: str, cases: list[str]) -> None
     rows = run(name)
     assert set(cases) <= {row.case for row in rows}
     assert all(row.value > 0 for row in rows if row.unit in ("GB/s", "TFLOP/s", "tokens/s"))
+
+
+def test_graphs_that_do_not_work_are_a_fault_but_timings_are_there(
+    pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: StreamDouble, stream: Any) -> None:
+        raise DeviceError("no capture today")
+
+    monkeypatch.setattr(StreamDouble, "begin_capture", refuse)
+    rows: list[Row] = []
+    decode = next(each for each in sections.SECTIONS if each.name == "decode")
+    with (
+        pytest.raises(Failed, match="timed launch by launch, because graphs do not work: no capture today"),
+        pytest.warns(RuntimeWarning, match="CUDA graphs are not used"),
+    ):
+        for row in decode.run(TINY):
+            rows.append(row)
+    assert len(rows) == 1 + len(TINY.decode)
 
 
 def test_the_small_run_uses_every_kind_of_kernel(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
