@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,18 +37,18 @@ class Stream:
         return event
 
 
-class Work:
+class Work(ABC):
     """Something queued. `step` runs a part of it and says how long that took, and whether it was the last part."""
 
     def ready(self) -> bool:
         return True
 
-    def step(self, rng: random.Random, now: float) -> tuple[float, bool]:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, rng: random.Random, now: float) -> tuple[float, bool]: ...
 
     def again(self) -> Work:
         """The same for another run of a graph."""
-        raise NotImplementedError
+        return self
 
 
 class Call(Work):
@@ -59,9 +60,6 @@ class Call(Work):
     def step(self, rng: random.Random, now: float) -> tuple[float, bool]:
         self._run()
         return 5e-6, True
-
-    def again(self) -> Call:
-        return self
 
 
 class Copy(Work):

@@ -13,6 +13,7 @@ from bench_support import need_emulator
 from cudabench import emulate
 from emulated import EmulatedBackend, emulated_operations
 from kernel_support import ArraySource, paged, queries_for
+from launch_calls import launches
 
 from cupaged.errors import KernelError
 from cupaged.kernels.cuda import sources
@@ -67,9 +68,20 @@ def test_K14_an_absent_array_is_a_typed_null_pointer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": np.zeros(4, np.float16)}, "rms_norm: x: expected elements of 4 bytes, got float16"),
-        ({"x": 3}, "rms_norm: x: expected an array, got int"),
-        ({"cols": np.zeros(1, np.int32)}, "rms_norm: cols: expected a number, got an array"),
+        ({"x": np.zeros(4, np.float16)}, "rms_norm: x: expected an array of float32, got float16"),
+        ({"x": np.zeros(4, np.int32)}, "rms_norm: x: expected an array of float32, got int32"),
+        ({"x": 3}, "rms_norm: x: expected an array, got 3"),
+        ({"x": np.float32(3)}, "rms_norm: x: expected an array, got np.float32(3.0)"),
+        ({"x": [1.0]}, "rms_norm: x: expected an array, got [1.0]"),
+        ({"cols": np.zeros(1, np.int32)}, "rms_norm: cols: expected a whole number, got an array"),
+        ({"cols": 4.0}, "rms_norm: cols: expected a whole number, got 4.0"),
+        ({"cols": np.float32(4)}, "rms_norm: cols: expected a whole number, got np.float32(4.0)"),
+        ({"cols": True}, "rms_norm: cols: expected a whole number, got True"),
+        ({"cols": None}, "rms_norm: cols: expected a whole number, got None"),
+        ({"cols": -(1 << 31) - 1}, "rms_norm: cols: -2147483649 does not fit int32"),
+        ({"eps": None}, "rms_norm: eps: expected a number, got None"),
+        ({"eps": "1e-5"}, "rms_norm: eps: expected a number, got '1e-5'"),
+        ({"eps": np.zeros(1, np.float32)}, "rms_norm: eps: expected a number, got an array"),
         ({"colls": 4}, "rms_norm: colls"),
     ],
 )
@@ -77,6 +89,30 @@ def test_K15_what_does_not_fit_is_refused_by_name(change: dict[str, Any], messag
     arguments = RMS | {"residual": None, "cols": 4, "eps": 1.0} | change
     with pytest.raises(KernelError, match=re.escape(message)):
         typed_arguments("norms.cu", "rms_norm", arguments)
+
+
+@pytest.mark.parametrize("storage", [0, 1, 2])
+@pytest.mark.parametrize("given", ["float32", "float16", "uint16", "int16"])
+def test_K15_what_a_variant_stores_is_what_its_pointer_takes(storage: int, given: str) -> None:
+    pointers = dict.fromkeys(("quants", "high", "scales", "deltas"))
+    arguments = pointers | {"out": np.zeros(4, given), "first_row": 0, "cols": 4}
+    expected = ("float32", "float16", "uint16")[storage]
+    if given == expected:
+        typed_arguments("dequantise.cu", "dequantise", arguments, {"STORAGE": storage})
+    else:
+        with pytest.raises(KernelError, match=f"dequantise: out: expected an array of {expected}, got {given}"):
+            typed_arguments("dequantise.cu", "dequantise", arguments, {"STORAGE": storage})
+
+
+def test_K15_every_launch_in_the_code_names_the_parameters_of_its_kernel() -> None:
+    """Read from the text of both: whatever path of the launch layer no test takes."""
+    checked = set()
+    for launch in launches(sources.FOLDER):
+        for source, kernel, names in launch.calls():
+            parameters = {parameter.name for parameter in sources.kernels(source)[kernel]}
+            assert names == parameters, (launch, kernel, sorted(names ^ parameters))
+            checked.add(kernel)
+    assert checked == {kernel for source in sources.source_names() for kernel in sources.kernels(source)}
 
 
 @need_emulator
