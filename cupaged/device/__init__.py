@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import TYPE_CHECKING
 
 from cupaged.errors import NoDeviceError, OptionError
@@ -33,7 +34,8 @@ def make_device(
 ) -> Device:
     """A device of one's own: "auto", "cpu" or "cuda".
 
-    "auto" is the GPU if there is one that can be used and no `threads` are asked for, else the CPU. deterministic,
+    "auto" is the GPU if there is one that can be used and no `threads` are asked for, else the CPU; with a warning
+    where there seems to be one that then does not start. deterministic,
     graphs: see `CudaDevice`; on the CPU sums always have one order, and there are no graphs. OptionError for another
     name, or threads on a GPU; NoDeviceError, in one line with what mends it, if there is no such device.
     """
@@ -41,13 +43,15 @@ def make_device(
         raise OptionError(f"device: {name!r} is not one of {', '.join(DEVICE_NAMES)}")
     if name == "cuda" and threads is not None:
         raise OptionError(f"threads: {threads!r} is for device 'cpu'; device 'cuda' takes none")
-    reason = None if name == "cpu" or (name == "auto" and threads is not None) else why_no_gpu()
-    if name == "cuda" and reason is not None:
-        raise NoDeviceError(f"device 'cuda': {reason}")
-    if name == "cuda" or (name == "auto" and threads is None and reason is None):
+    if name == "cuda" or (name == "auto" and threads is None and why_no_gpu() is None):
         from cupaged.device.cuda import CudaDevice
 
-        return CudaDevice(None, deterministic, graphs, progress)
+        try:
+            return CudaDevice(None, deterministic, graphs, progress)
+        except NoDeviceError as error:
+            if name == "cuda":
+                raise
+            warnings.warn(f"{error}; the CPU is used", RuntimeWarning, stacklevel=2)
     from cupaged.device.cpu import CpuDevice
 
     return CpuDevice(threads, progress)

@@ -72,9 +72,10 @@ def find_card(index: int = 0) -> Card:
             f"{card.name}: compute capability {card.capability / 10} is not known to CUDA 13; "
             "pip uninstall cupy-cuda13x, then pip install cupy-cuda12x"
         )
-    from cupaged.kernels.cuda.compile import headers
+    from cupaged.kernels.cuda import compile
 
-    headers()
+    if (reason := compile.missing(installed_wheel() or None)) is not None:
+        raise DeviceError(reason)
     return card
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -19,8 +18,11 @@ from typing import Any
 
 from cupaged.errors import DeviceError, KernelError
 from cupaged.kernels.cpu.library import cache_folders
-from cupaged.kernels.cuda import sources
+from cupaged.kernels.cuda import libraries, sources
 from cupaged.kernels.kept_files import mark_used, remove_unused
+
+
+_MISSING = "{}: not found; pip install {}, or set CUDA_PATH"
 
 
 def options(architecture: int, defines: Mapping[str, int]) -> tuple[str, ...]:
@@ -30,18 +32,37 @@ def options(architecture: int, defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def headers() -> Path:
-    """The folder with cuda_fp16.h: of NVIDIA's wheels (nvidia-cuda-runtime-cu12; nvidia-cuda-runtime from CUDA 13 on),
-    else of $CUDA_PATH. DeviceError: neither."""
-    places = []
-    spec = importlib.util.find_spec("nvidia")
-    if spec is not None:
-        for folder in ("cuda_runtime", "cu13"):
-            places += [Path(place) / folder / "include" for place in spec.submodule_search_locations or ()]
-    places += [Path(os.environ.get("CUDA_PATH") or "/usr/local/cuda") / "include"]
-    for place in places:
-        if (place / "cuda_fp16.h").is_file():
-            return place
-    raise DeviceError("cuda_fp16.h: not found; pip install nvidia-cuda-runtime-cu12, or set CUDA_PATH")
+    """The folder with cuda_fp16.h. DeviceError: there is none."""
+    found = libraries.find_header("cuda_fp16.h")
+    if found is None:
+        raise DeviceError(_MISSING.format("cuda_fp16.h", "nvidia-cuda-runtime-cu12"))
+    return found
+
+
+def missing(major: int | None = None) -> str | None:
+    """What there is not of a compiler for the GPU, in one line with what mends it; None if all is there. Loads none.
+
+    major: the version of CUDA that the installed CuPy is for, None if that is not known.
+    """
+    suffix = "-cu12" if major in (None, 12) else ""  # the names of NVIDIA's wheels for CUDA 12, and from 13 on
+    if libraries.find("nvrtc", "cuda_nvrtc", major) is None:
+        return _MISSING.format("NVRTC, CUDA's compiler", f"nvidia-cuda-nvrtc{suffix}")
+    if libraries.find_header("cuda_fp16.h") is None:
+        return _MISSING.format("cuda_fp16.h", f"nvidia-cuda-runtime{suffix}")
+    return None
+
+
+def check(architecture: int) -> None:
+    """DeviceError unless there is an NVRTC that compiles for this compute capability (80 for 8.0)."""
+    nvrtc = _nvrtc()
+    known = nvrtc.getSupportedArchs()
+    if architecture not in known:
+        major, minor = nvrtc.getVersion()
+        raise DeviceError(
+            f"NVRTC {major}.{minor} compiles for compute capability {min(known) / 10} to {max(known) / 10}, "
+            f"not for {architecture / 10}; install a CuPy and CUDA wheels of another version"
+        )
+    headers()
 
 
 def cubin(source: str, architecture: int, defines: Mapping[str, int]) -> bytes:
@@ -56,13 +77,7 @@ def cubin(source: str, architecture: int, defines: Mapping[str, int]) -> bytes:
         if (kept := _read(path)) is not None:
             mark_used(path)
             return kept
-    known = nvrtc.getSupportedArchs()
-    if architecture not in known:
-        major, minor = nvrtc.getVersion()
-        raise DeviceError(
-            f"NVRTC {major}.{minor} compiles for compute capability {min(known) / 10} to {max(known) / 10}, "
-            f"not for {architecture / 10}; install a CuPy and CUDA wheels of another version"
-        )
+    check(architecture)
     flags = options(architecture, defines)
     program = nvrtc.createProgram(sources.inlined(source), source, (), ())
     try:

@@ -10,17 +10,12 @@ is checked in the tests on a library that they make up.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cupaged.errors import DeviceError
+from cupaged.kernels.cuda import libraries
 
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less elsewhere
-_CANDIDATES = (12, 13)  # major versions
 
 _R_32F, _R_16F, _R_16BF = 0, 2, 14  # cudaDataType
 _TYPES = {"float32": _R_32F, "float16": _R_16F, "bfloat16": _R_16BF}
@@ -58,35 +53,7 @@ def found(major: int | None = None) -> str | None:
 
     major: the version of CUDA that it must be of (that of the installed CuPy), None for any. Makes no context.
     """
-    versions = _CANDIDATES if major is None else (major,)
-    for version in versions:
-        for folder in _folders(version):
-            path = folder / _file(version)
-            if path.is_file():
-                return str(path)
-    for version in versions:
-        try:
-            ctypes.CDLL(_file(version))
-        except OSError:
-            continue
-        return _file(version)
-    return None
-
-
-def _file(version: int) -> str:
-    return f"cublas64_{version}.dll" if sys.platform == "win32" else f"libcublas.so.{version}"
-
-
-def _folders(version: int) -> Iterator[Path]:
-    """NVIDIA's wheels (nvidia-cublas-cu12; nvidia-cublas from CUDA 13 on), then a toolkit."""
-    library = "bin" if sys.platform == "win32" else "lib"
-    spec = importlib.util.find_spec("nvidia")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        yield Path(place) / "cublas" / library
-        yield Path(place) / f"cu{version}" / library
-        yield Path(place) / f"cu{version}" / library / "x86_64"
-    toolkit = Path(os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    yield from (toolkit / "lib64", toolkit / "lib", toolkit / "bin")
+    return libraries.find("cublas", "cublas", major)
 
 
 class Cublas:

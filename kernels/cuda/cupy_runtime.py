@@ -43,7 +43,7 @@ class CupyRuntime:
     """One GPU. `device`: its number."""
 
     def __init__(self, device: int = 0) -> None:
-        """NoDeviceError: no CuPy, no driver, no such device, or one older than sm_70."""
+        """NoDeviceError: no CuPy, no driver, no such device, one older than sm_70, or no compiler for it."""
         try:
             import cupy
         except Exception as error:  # an ImportError, or whatever a library does that does not fit the system
@@ -69,6 +69,10 @@ class CupyRuntime:
                 f"device 'cuda': {self.name}: compute capability {self.architecture / 10} is below 7.0; "
                 "use --device cpu"
             )
+        try:
+            compile.check(self.architecture)
+        except DeviceError as error:
+            raise NoDeviceError(f"device 'cuda': {error}") from error
         self._pool = cupy.cuda.MemoryPool()
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._functions: dict[tuple[Any, ...], Function] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cupaged.errors import DeviceError, KernelError
-from cupaged.kernels.cuda import compile, sources
+from cupaged.kernels.cuda import compile, libraries, sources
 from cupaged.kernels.cuda.variants import builds_for
 
 
@@ -175,7 +175,8 @@ def test_headers_of_cuda_come_from_wheels_of_12_or_13_or_a_toolkit(
     class Spec:
         submodule_search_locations = (str(tmp_path / "nvidia"),)
 
-    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(libraries.sys, "platform", "linux")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
     with pytest.raises(DeviceError, match=r"cuda_fp16\.h: not found; pip install nvidia-cuda-runtime-cu12"):
         compile.headers()
@@ -183,6 +184,15 @@ def test_headers_of_cuda_come_from_wheels_of_12_or_13_or_a_toolkit(
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "cuda_fp16.h").touch()
         assert compile.headers() == tmp_path / place
+    # The compiler itself: the same places, else what the loader knows.
+    monkeypatch.setattr(libraries.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    words = "NVRTC, CUDA's compiler: not found; pip install nvidia-cuda-nvrtc"
+    assert [compile.missing(major) for major in (None, 12, 13)] == [
+        f"{words}-cu12, or set CUDA_PATH", f"{words}-cu12, or set CUDA_PATH", f"{words}, or set CUDA_PATH"
+    ]  # fmt: skip
+    (tmp_path / "nvidia" / "cuda_nvrtc" / "lib").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12").touch()
+    assert compile.missing() is None and compile.missing(12) is None and compile.missing(13) is not None
 
 
 def test_compiling_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from kernel_support import rounded
 
 from cupaged.errors import DeviceError
 from cupaged.kernels import bfloat16
-from cupaged.kernels.cuda import cublas
+from cupaged.kernels.cuda import cublas, libraries
 
 NARROW = {0: np.float32, 2: np.float16, 14: np.uint16}  # cudaDataType: float32, float16, bfloat16
 CODES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -162,9 +162,9 @@ def test_cublas_is_found_in_wheels_then_a_toolkit_then_by_the_loader(
     class Spec:
         submodule_search_locations = (str(tmp_path / "nvidia"),)
 
-    monkeypatch.setattr(cublas.ctypes, "CDLL", loader)
-    monkeypatch.setattr(cublas.importlib.util, "find_spec", lambda name: Spec)
-    monkeypatch.setattr(cublas.sys, "platform", "linux")
+    monkeypatch.setattr(libraries.ctypes, "CDLL", loader)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(libraries.sys, "platform", "linux")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
     assert cublas.found() is None and cublas.found(12) is None
     known += ["libcublas.so.13"]

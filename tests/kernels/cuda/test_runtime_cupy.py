@@ -29,6 +29,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(compile, "cubin", lambda source, architecture, defines: f"{source} {architecture}".encode())
+    monkeypatch.setattr(compile, "check", lambda architecture: None)
     monkeypatch.setattr(cupy_runtime.cublas, "found", lambda major: None)
     return fake
 
@@ -53,6 +54,15 @@ def test_a_card_that_will_not_do_is_one_line(
     with pytest.raises(NoDeviceError, match=re.escape(message)) as caught:
         CupyRuntime(device)
     assert "\n" not in str(caught.value)
+
+
+def test_a_card_without_a_compiler_is_one_line(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(architecture: int) -> None:
+        raise DeviceError(f"NVRTC 11.0 compiles ... not for {architecture / 10}")
+
+    monkeypatch.setattr(compile, "check", old)
+    with pytest.raises(NoDeviceError, match=r"device 'cuda': NVRTC 11\.0 compiles \.\.\. not for 9\.0"):
+        CupyRuntime()
 
 
 def test_without_cupy_the_command_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_usable_card_is_described(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cupaged.kernels.cuda.compile.headers", lambda: None)
+    monkeypatch.setattr("cupaged.kernels.cuda.compile.missing", lambda major: None)
     made_up()
     assert why_no_gpu() is None
     assert driver.find_card() == driver.Card("Card A", 80, 24 << 30, 12040)
@@ -107,6 +107,25 @@ def test_what_is_missing_is_one_line_with_what_mends_it(
     assert make_device("auto").kind == "cpu"
 
 
+def test_what_there_is_not_of_a_compiler_is_said(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupaged.kernels.cuda.compile.missing", lambda major: "NVRTC is not installed; pip install it")
+    made_up()
+    assert why_no_gpu() == "NVRTC is not installed; pip install it"
+
+
+def test_a_card_that_does_not_start_is_an_error_or_for_auto_a_warning(
+    made_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver says that all is well, and then CuPy cannot be imported."""
+    monkeypatch.setattr("cupaged.kernels.cuda.compile.missing", lambda major: None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    made_up()
+    with pytest.raises(NoDeviceError, match="CuPy cannot be imported"):
+        make_device("cuda")
+    with pytest.warns(RuntimeWarning, match="CuPy cannot be imported .*; the CPU is used"):
+        assert make_device("auto").kind == "cpu"
+
+
 def test_hidden_cards_are_said_to_be(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     made_up(started=100)
@@ -133,7 +152,7 @@ def test_threads_are_for_the_cpu(made_up: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_K18_a_forked_child_is_told_to_be_spawned(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cupaged.kernels.cuda.compile.headers", lambda: None)
+    monkeypatch.setattr("cupaged.kernels.cuda.compile.missing", lambda major: None)
     made_up()
     assert why_no_gpu() is None
     read, write = os.pipe()
