@@ -199,8 +199,7 @@ class Operations(Protocol):
     def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False) -> None:
         """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T.
 
-        With a quantised weight x is quantised to 8 bits a value; `precise`: what that leaves over is, too, and its
-        product added, so that x counts with about 16 bits. Without effect on other weights.
+        With a quantised weight x is quantised to 8 bits a value; `precise`: to 16. Without effect on other weights.
         """
         ...
 

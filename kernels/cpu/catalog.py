@@ -22,11 +22,10 @@ ONCE = {
         "gated_activation",
         "take_rows",
         "add",
-        "add_pairs",
         "copy_blocks",
     ),
     "attention": ("attention_merge",),
-    "quant_rows": ("quantise_rows", "quantise_rows_twice"),
+    "quant_rows": ("quantise_rows", "quantise_rows_precisely"),
     "sampling": ("sample",),
     "team": ("team_worker", "team_submit", "run_alone"),
 }
@@ -34,7 +33,10 @@ ONCE = {
 PER_KIND: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "weights": (tuple(STORAGE_BYTES), {"gemm": ("matmul", "pack", "embed")}),
     "cache": (tuple(STORAGE_BYTES), {"elementwise": ("write_kv",), "attention": ("attention_parts",)}),
-    "quantised": (tuple(LAYOUTS), {"quant_matmul": ("quant_matmul",), "quant_pack": ("quant_embed",)}),
+    "quantised": (
+        tuple(LAYOUTS),
+        {"quant_matmul": ("quant_matmul", "quant_matmul_precise"), "quant_pack": ("quant_embed",)},
+    ),
     "blocks": (tuple(LAYOUT_OF), {"quant_pack": ("quant_pack",)}),
 }
 BASIC = "basic"

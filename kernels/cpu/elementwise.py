@@ -204,28 +204,6 @@ def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
     _add_row(x + 4 * first, y + 4 * first, min(total - first, size))
 
 
-@njit(KERNEL, **OPTIONS)
-def add_pairs(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: x, rows, N, out, out stride (bytes), bias (0: none), chunks a row. out[r] = x[r] + x[rows + r] + bias.
-
-    x [2 * rows, N]. Chunk: a part of a row.
-    """
-    x, rows, n, out, stride = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40), load64(op + 48)
-    bias, parts = load64(op + 56), load64(op + 64)
-    row, part = chunk // parts, chunk % parts
-    a = x + row * n * 4
-    b = a + rows * n * 4
-    o = out + row * stride
-    size = (n + parts - 1) // parts
-    first, last = part * size, min(n, (part + 1) * size)
-    if bias != 0:
-        for i in range(first, last):
-            store_float(o + 4 * i, load_float(a + 4 * i) + load_float(b + 4 * i) + load_float(bias + 4 * i))
-    else:
-        for i in range(first, last):
-            store_float(o + 4 * i, load_float(a + 4 * i) + load_float(b + 4 * i))
-
-
 def write_kv(kind: str) -> Any:
     """K/V of a token into its slot. Record: key, value, token strides (bytes), slots (int64), pool, KV heads, D,
     block size, block stride, layer offset, kv stride, head stride, k_row, k_column (elements). Chunk: a token."""

@@ -117,27 +117,22 @@ class CpuOperations:
         if any(part.layout for part in parts):
             quantised = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], precise)
         for part in parts:
-            if part.layout and precise:
-                self._precise_product(part, *quantised, out_at, out_stride, x.shape[0], bias_at)
-            else:
-                inputs = quantised if part.layout else (x_at, x_stride)
-                self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at)
+            inputs = quantised if part.layout else (x_at, x_stride)
+            self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at, precise)
             out_at += 4 * part.rows
             bias_at += 4 * part.rows if bias is not None else 0
 
-    def _quantise(self, x: int, stride: int, rows: int, cols: int, twice: bool) -> tuple[int, int]:
-        """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them.
-
-        twice: those of what is left over follow, as many rows again.
-        """
-        record_bytes = cols // QUANT_BLOCK * X_RECORD
-        records = self._scratch_address("inputs", (1 + twice) * rows * record_bytes)
+    def _quantise(self, x: int, stride: int, rows: int, cols: int, precise: bool) -> tuple[int, int]:
+        """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
+        record_bytes = cols // QUANT_BLOCK * X_RECORD * (1 + precise)
+        records = self._scratch_address("inputs", rows * record_bytes)
         captured = self.team.capturing
-        if captured is not None and not twice and self._producer == (captured, captured.count, x, stride, rows, cols):
+        producer = (captured, 0 if captured is None else captured.count, x, stride, rows, cols)
+        if captured is not None and not precise and self._producer == producer:
             captured.array[captured.count - 1, 2 + self._producer_argument] = records
             return records, record_bytes
         step = max(1, min(16, rows // (4 * self.team.threads)))
-        name = "quantise_rows_twice" if twice else "quantise_rows"
+        name = "quantise_rows_precisely" if precise else "quantise_rows"
         self.team.launch(name, -(-rows // step), x, stride, cols, records, rows, step)
         return records, record_bytes
 
@@ -151,22 +146,15 @@ class CpuOperations:
         self._producer = None if captured is None else (captured, captured.count, out, stride, rows, cols)
         self._producer_argument = argument
 
-    def _precise_product(
-        self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int
-    ) -> None:
-        """The product of `count` input rows and of as many rows of what they leave, which are then added by twos."""
-        row_bytes, pieces = 4 * part.rows, max(1, part.rows // 4096)
-        both = self._scratch_address("pairs", 2 * count * row_bytes)
-        self._product(part, x, x_stride, both, row_bytes, 2 * count, 0)
-        self.team.launch("add_pairs", count * pieces, both, count, part.rows, out, out_stride, bias, pieces)
-
     def _product(
-        self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int
-    ) -> None:
+        self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int, precise: bool
+    ) -> None:  # fmt: skip
         panel, rows_a_chunk = (PANEL, _ROWS_A_CHUNK) if part.layout is None else (QUANT_PANEL, MB)
         panels = -(-part.rows // panel)
         if panels < 8:
             rows_a_chunk = 48
+        if part.layout and precise:
+            rows_a_chunk //= 2
         row_groups = -(-count // rows_a_chunk)
         arguments = (part.address, x, out, count, part.rows, part.cols, x_stride, out_stride)
         scratch = self._scratch_address("matmul", 0)
@@ -178,7 +166,7 @@ class CpuOperations:
             return
         chunks, large, large_size, small_size = chunks_of(panels, self.team.threads)
         self.team.launch(
-            f"quant_matmul_{part.layout}", chunks * row_groups,
+            f"quant_matmul_{'precise_' if precise else ''}{part.layout}", chunks * row_groups,
             *arguments, large_size, rows_a_chunk, scratch, bias, large, small_size,
         )  # fmt: skip
 

@@ -24,6 +24,8 @@ BLOCK, PANEL = QUANT_BLOCK, QUANT_PANEL
 
 # A quantised block of an input row: 32 int8 q, float32 scale d, float32 d * sum(q), and four int32 that take a weight's
 # offset away when a sum starts from them: -8 sum(q), -128 sum(q), and -32 times the sums of either half.
+# Of a precise product a block is two records, of p and of r where x = d * (p + r / 256). The first holds d / 256 and
+# d / 256 * (256 sum(p) + sum(r)) instead.
 X_RECORD = 64
 X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32 = 32, 36, 40, 44, 48
 

@@ -26,7 +26,7 @@ FEW = 8  # rows that are served in one pass over a panel, or in two
 AHEAD = 12  # blocks that a pass of four rows and more fetches ahead of itself
 
 
-def low_tile(layout_name: str, rows: int) -> Any:
+def low_tile(layout_name: str, rows: int, terms: int = 1) -> Any:
     """Intrinsic (records, count, x, x stride, out, out stride, fresh): see `quant_tile.emit_tile`."""
     layout, way = LAYOUTS[layout_name], WAYS[target().dot]
 
@@ -34,12 +34,12 @@ def low_tile(layout_name: str, rows: int) -> Any:
     def kernel(
         e: Emitter, records: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any
     ) -> None:  # fmt: skip
-        emit_tile(e, way, layout, rows, records, count, x, x_stride, out, out_stride, e.b.trunc(fresh, I1))
+        emit_tile(e, way, layout, rows, terms, records, count, x, x_stride, out, out_stride, e.b.trunc(fresh, I1))
 
     return kernel
 
 
-def tall_tile(layout_name: str, rows: int) -> Any:
+def tall_tile(layout_name: str, rows: int, terms: int = 1) -> Any:
     """The same of rows that fetch, with three more arguments: two addresses and how far they move with a block."""
     layout, way = LAYOUTS[layout_name], WAYS[target().dot]
 
@@ -49,9 +49,12 @@ def tall_tile(layout_name: str, rows: int) -> Any:
         first: Any, second: Any, stride: Any,
     ) -> None:  # fmt: skip
         begin, ahead = e.b.trunc(fresh, I1), (first, second)
-        emit_tile(e, way, layout, rows, records, count, x, x_stride, out, out_stride, begin, ahead, stride)
+        emit_tile(e, way, layout, rows, terms, records, count, x, x_stride, out, out_stride, begin, ahead, stride)
 
     return kernel
+
+
+_TILES = types.void(*[types.int64] * 10)
 
 
 def row_tiles(layout_name: str) -> Any:
@@ -60,10 +63,9 @@ def row_tiles(layout_name: str) -> Any:
     Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile.
     """
     one, two = low_tile(layout_name, 1), low_tile(layout_name, 2)
-    arguments = types.void(*[types.int64] * 10)
     if not target().wide:
 
-        @njit(arguments, **OPTIONS)
+        @njit(_TILES, **OPTIONS)
         def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last):  # type: ignore[no-untyped-def]
             m = 0
             while m < rows:
@@ -81,7 +83,7 @@ def row_tiles(layout_name: str) -> Any:
     four, six, eight = (tall_tile(layout_name, rows) for rows in (4, 6, EIGHT))
     size, half = LAYOUTS[layout_name].record, fetched(LAYOUTS[layout_name])
 
-    @njit(arguments, **OPTIONS)
+    @njit(_TILES, **OPTIONS)
     def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
         m = 0
         while m < rows:
@@ -117,14 +119,66 @@ def row_tiles(layout_name: str) -> Any:
     return run
 
 
+def precise_row_tiles(layout_name: str) -> Any:
+    """`row_tiles` of precise products: two integer sums for each output, so tiles of half the rows."""
+    one = low_tile(layout_name, 1, 2)
+    if not target().wide:
+
+        @njit(_TILES, **OPTIONS)
+        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last):  # type: ignore[no-untyped-def]
+            for m in range(rows):
+                one(records, count, x + m * x_stride, x_stride, out + m * out_stride, out_stride, fresh)
+
+        return run_narrow
+
+    two, four = tall_tile(layout_name, 2, 2), tall_tile(layout_name, 4, 2)
+    size, half = LAYOUTS[layout_name].record, fetched(LAYOUTS[layout_name])
+
+    @njit(_TILES, **OPTIONS)
+    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+        m = 0
+        while m < rows:
+            xa = x + m * x_stride
+            oa = out + m * out_stride
+            first = ahead
+            second = ahead
+            stride = half if ahead < last else 0
+            if 2 * rows <= FEW:
+                first = records + AHEAD * size
+                second = first + half
+                stride = size
+            if rows - m >= 4:
+                four(records, count, xa, x_stride, oa, out_stride, fresh, first, second, stride)
+                m += 4
+            elif rows - m >= 2:
+                two(records, count, xa, x_stride, oa, out_stride, fresh, first, second, stride)
+                m += 2
+            else:
+                one(records, count, xa, x_stride, oa, out_stride, fresh)
+                m += 1
+            ahead += count * stride
+
+    return run
+
+
 def quant_matmul(layout_name: str) -> Any:
-    """The operation: a chunk is a group of rows by a group of panels.
+    """The operation, see `_product`."""
+    return _product(layout_name, row_tiles(layout_name), 1)
+
+
+def quant_matmul_precise(layout_name: str) -> Any:
+    """The same with inputs of 16 bits, whose records are two a block."""
+    return _product(layout_name, precise_row_tiles(layout_name), 2)
+
+
+def _product(layout_name: str, tiles: Any, terms: int) -> Any:
+    """A chunk is a group of rows by a group of panels.
 
     Record: weights, input records, out, M, N, K, x stride, out stride (bytes), panels of a large chunk, rows a chunk,
     scratch (SCRATCH bytes a thread), bias address (0: none), large chunks, panels of a small chunk (`chunks_of`).
     """
-    tiles = row_tiles(layout_name)
     size, longest = LAYOUTS[layout_name].record, LAYOUTS[layout_name].piece
+    few, most, x_record = FEW // terms, MB // terms, terms * X_RECORD
 
     @njit(KERNEL, **OPTIONS)
     def quant_matmul_kernel(op, chunk, thread):  # type: ignore[no-untyped-def]
@@ -144,10 +198,10 @@ def quant_matmul(layout_name: str) -> Any:
             last_panel = min(panels, first_panel + small_size)
         first_row = (chunk // groups) * rows_a_chunk
         last_row = min(m_total, first_row + rows_a_chunk)
-        for row in range(first_row, last_row, MB):
-            rows = min(MB, last_row - row)
+        for row in range(first_row, last_row, most):
+            rows = min(most, last_row - row)
             inputs = x + row * x_stride
-            pieces = 1 if rows <= FEW else (blocks + longest - 1) // longest
+            pieces = 1 if rows <= few else (blocks + longest - 1) // longest
             step = max(1, (blocks + pieces - 1) // pieces)
             for p in range(first_panel, last_panel):
                 columns = min(PANEL, n_total - p * PANEL)
@@ -163,7 +217,7 @@ def quant_matmul(layout_name: str) -> Any:
                     records = panel + k * size
                     ahead = records + count * size
                     tiles(
-                        records, count, inputs + k * X_RECORD, x_stride, target, stride, rows, 1 if k == 0 else 0,
+                        records, count, inputs + k * x_record, x_stride, target, stride, rows, 1 if k == 0 else 0,
                         ahead, ahead + count * size,
                     )  # fmt: skip
                 if not direct or bias != 0:

@@ -5,6 +5,9 @@ For every block of 32 inputs, in order, one rounded step an output takes:
     out = fma(float(sum of q * x), scale * d, out)          twice, for either half, where scales serve 16 inputs
     out = fma(minimum, d * sum(x), out)                     of formats that have a minimum
 
+Precise products (quant_rows.py) take two integer sums a block, which are put together before they are rounded to a
+float: 256 * sum of q * p + sum of q * r, below 2^28.
+
 The integer sum is exact, so this chain alone rounds, and it is the same for one row or six, in one piece or several: a
 matrix-vector product gives the bits of a matrix product.
 
@@ -73,13 +76,14 @@ def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
 
 
 def emit_tile(
-    e: Emitter, way: Way, layout: Layout, rows: int, records: Any, count: Any, x: Any, x_stride: Any,
+    e: Emitter, way: Way, layout: Layout, rows: int, terms: int, records: Any, count: Any, x: Any, x_stride: Any,
     out: Any, out_stride: Any, fresh: Any, ahead: tuple[Any, Any] | None = None, ahead_stride: Any = None,
 ) -> None:  # fmt: skip
     """out[rows, 32] = x[rows, count blocks] . records, added to what `out` holds unless `fresh` (i1).
 
-    records: `count` records of a panel. x: input records. Strides in bytes; out float32. ahead: with each block
-    `fetched` bytes from either address are fetched into the cache, the next time `ahead_stride` bytes on.
+    records: `count` records of a panel. x: input records, `terms` a block: 2 if precise, else 1. Strides in bytes; out
+    float32. ahead: with each block `fetched` bytes from either address are fetched into the cache, the next time
+    `ahead_stride` bytes on.
     """
     b = e.b
     pairs = [(row, group) for row in range(rows) for group in range(GROUPS)]
@@ -94,7 +98,7 @@ def emit_tile(
 
     def block(i: Any, acc: list[Any]) -> list[Any]:
         record = e.add(records, e.mul(i, layout.record))
-        inputs = [e.add(base, e.mul(i, X_RECORD)) for base in xs]
+        inputs = [e.add(base, e.mul(i, terms * X_RECORD)) for base in xs]
         for begin in ahead or ():
             for line in range(0, fetched(layout), 64):
                 e.prefetch(e.add(e.add(begin, e.mul(i, ahead_stride)), line))
@@ -112,17 +116,24 @@ def emit_tile(
         splat = lambda row, at, kind: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
         for part in range(layout.scales):
             begin = layout.start + 4 * part if layout.start and not (layout.bits == 8 and way.signed8) else 0
-            sums = {(row, group): Sum(splat(row, begin, I32) if begin else e.zero(VI)) for row, group in chosen}
+            places = [(row, group, term) for row, group in chosen for term in range(terms)]
+            sums = {
+                (row, group, term): Sum(splat(row, begin + X_RECORD * term, I32) if begin else e.zero(VI))
+                for row, group, term in places
+            }
             for step, vectors in islice(weights, STEPS // layout.scales):
                 prepared = [way.prepare(e, vector, layout.bits) for vector in vectors]
                 for row in range(rows):
-                    value = splat(row, 4 * step, I32)
-                    for group, integers in zip(groups, prepared, strict=True):
-                        way.step(e, sums[row, group], integers, value, layout.bits)
+                    for term in range(terms):
+                        value = splat(row, 4 * step + X_RECORD * term, I32)
+                        for group, integers in zip(groups, prepared, strict=True):
+                            way.step(e, sums[row, group, term], integers, value, layout.bits)
             for row, group in chosen:
                 factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
-                total = b.sitofp(way.value(e, sums[row, group]), VF)
-                result[row, group] = e.fma(total, factor, result[row, group])
+                total = way.value(e, sums[row, group, 0])
+                for term in range(1, terms):
+                    total = b.add(b.shl(total, like(VI, 8)), way.value(e, sums[row, group, term]))
+                result[row, group] = e.fma(b.sitofp(total, VF), factor, result[row, group])
         if layout.minimum:
             for row, group in chosen:
                 result[row, group] = e.fma(scales[group][1], splat(row, X_SUM, F32), result[row, group])

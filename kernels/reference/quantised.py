@@ -13,8 +13,9 @@ The product of a row and an output is then the sum over blocks of
 where scale * d and d * sum(p) are rounded to float32, the integer sums are exact, and the sum over blocks is what an
 implementation may round: in float64 here, in one fixed order of fused multiply-adds on the CPU.
 
-A precise product (`interface.Operations.matmul`) is that of x plus that of what is left over, x - d * p in float32: the
-two results are rounded to float32, then added.
+For a precise product (`interface.Operations.matmul`) x is quantised to 16 bits, of which two int8 are made: p as above
+and r = round(256 * (x * (127 / max|x|) - p)), at most 127 in magnitude. In the formula 256 * p + r then stands for p,
+and d / 256 for d.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def matrix(source: WeightSource) -> QuantisedMatrix:
     )
 
 
-def quantise_rows(x: Array) -> tuple[Array, Array]:
-    """(int8 values as int64 [T, K/32, 32], scales float32 [T, K/32]) of float32 [T, K]."""
+def quantise_rows(x: Array, precise: bool = False) -> tuple[Array, Array]:
+    """(integers as int64 [T, K/32, 32], scales float32 [T, K/32]) of float32 [T, K]: int8, or int16 if `precise`."""
     blocks = np.ascontiguousarray(x).reshape(x.shape[0], x.shape[1] // QUANT_BLOCK, QUANT_BLOCK)
     largest = np.abs(blocks).max(axis=2)
     used = np.where(np.isfinite(largest) & (largest >= TINY), largest, np.float32(1))
@@ -74,32 +75,20 @@ def quantise_rows(x: Array) -> tuple[Array, Array]:
     scales = np.where(largest >= TINY, used / np.float32(127), np.float32(0))
     scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
     finite = np.where(np.isfinite(scales)[..., None], blocks, np.float32(0))
-    return np.rint(finite * inverse[..., None]).astype(np.int64), scales
-
-
-def rest_of_rows(x: Array) -> Array:
-    """What quantising leaves over of float32 [T, K], in float32."""
-    values, scales = quantise_rows(x)
-    with np.errstate(invalid="ignore"):
-        kept = (values * scales[..., None].astype(np.float64)).reshape(x.shape)
-        rest: Array = (x.astype(np.float64) - kept).astype(np.float32)
-    return rest
+    stretched = finite * inverse[..., None]
+    integers = np.rint(stretched)
+    if not precise:
+        return integers.astype(np.int64), scales
+    rest = np.clip(np.rint((stretched - integers) * np.float32(256)), -127, 127)
+    return 256 * integers.astype(np.int64) + rest.astype(np.int64), scales / np.float32(256)
 
 
 def matmul(x: Array, weight: QuantisedMatrix, out: Array, bias: Array | None, precise: bool = False) -> None:
     """out = x @ weight.T + bias as described above. x [T, K], out [T, N], bias [N], all float32."""
-    if precise:
-        rest = np.empty_like(out)
-        matmul(x, weight, out, None)
-        matmul(rest_of_rows(x), weight, rest, None)
-        out += rest
-        if bias is not None:
-            out += bias
-        return
     groups = weight.scales.shape[1]
     each = weight.cols // groups  # inputs that share a scale: 32 or 16
     integers = weight.integers.reshape(weight.rows, groups, each)
-    values, scales = quantise_rows(x)
+    values, scales = quantise_rows(x, precise)
     sums = (scales * values.sum(axis=2).astype(np.float32)).astype(np.float64)
     for row in range(x.shape[0]):
         dots = np.einsum("ngk,gk->ng", integers, values[row].reshape(groups, each))

@@ -85,9 +85,11 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return bits.view(np.float64).astype(np.float32)
 
 
-def product_by_the_chain(x: np.ndarray, weight: QuantisedMatrix, bias: np.ndarray | None = None) -> np.ndarray:
+def product_by_the_chain(
+    x: np.ndarray, weight: QuantisedMatrix, bias: np.ndarray | None = None, precise: bool = False
+) -> np.ndarray:
     """What the CPU kernels compute, every float32 rounding in its place: see kernels/cpu/quant_tile.py."""
-    values, scales = quantise_rows(x)
+    values, scales = quantise_rows(x, precise)
     parts = weight.scales.shape[1] // scales.shape[1]
     each = 32 // parts
     out = np.zeros((len(x), weight.rows), np.float32)

@@ -1,4 +1,4 @@
-"""Precise products with quantised weights: what 8 bits leave over of the inputs is multiplied too, and added."""
+"""Precise products with quantised weights: inputs of 16 bits, in two integer sums."""
 
 from __future__ import annotations
 
@@ -47,19 +47,26 @@ def test_the_error_is_a_hundredth(ops: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_bits_are_those_of_the_two_chains(cpu: Any, kind: str, biased: bool) -> None:
+def test_the_bits_are_those_of_the_chain(cpu: Any, kind: str, biased: bool) -> None:
     """For any number of rows at once, too."""
-    source = blocks_of(kind, 70, columns_for(kind, 3))
-    x = inputs(11, source.shape[1])
+    source = blocks_of(kind, 70, columns_for(kind, 27))  # more blocks than a piece of a panel has
+    x = inputs(70, source.shape[1])
     bias = np.random.default_rng(8).standard_normal(70, np.float32) if biased else None
-    weight = quantised.matrix(source)
-    expected = product_by_the_chain(x, weight) + product_by_the_chain(quantised.rest_of_rows(x), weight)
-    expected = expected if bias is None else expected + bias
-    for count in (1, 2, 3, 7, 11):
+    expected = product_by_the_chain(x, quantised.matrix(source), bias, precise=True)
+    for count in (1, 2, 3, 4, 5, 7, 11, 70):
         assert product(cpu, source, x[:count], True, bias).tobytes() == expected[:count].tobytes(), count
 
 
-def test_wide_outputs_are_added_in_parts_and_joins_part_by_part(cpu: Any) -> None:
+def test_what_is_left_over_never_exceeds_seven_bits() -> None:
+    """A value half-way between two integers leaves 128 256ths: one too many for a signed dot product."""
+    x = np.zeros((1, 32), np.float32)
+    x[0, :5] = 127.0, 63.5, -63.5, 2.5, 1.0
+    integers, scales = quantised.quantise_rows(x, precise=True)
+    assert integers[0, 0, :5].tolist() == [256 * 127, 256 * 64 - 127, -256 * 64 + 127, 2 * 256 + 127, 256]
+    assert scales.tolist() == [[1 / 256]]
+
+
+def test_joins_are_multiplied_part_by_part(cpu: Any) -> None:
     parts = [blocks_of(kind, rows, 64, seed) for seed, (kind, rows) in enumerate((("Q8_0", 12301), ("Q4_1", 33)))]
     x = inputs(3, 64)
     whole = product(cpu, JoinedSource(*parts), x, True)

@@ -36,7 +36,7 @@ def flags(level: str) -> str:
     return ",".join(f"+{feature}" for feature in sorted(processor.LEVELS[level]))
 
 
-def tile_module(way: str, layout: str, rows: int) -> str:
+def tile_module(way: str, layout: str, rows: int, terms: int) -> str:
     """A function of 8 int64 that runs one tile."""
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), "tile")
@@ -44,8 +44,8 @@ def tile_module(way: str, layout: str, rows: int) -> str:
     e = Emitter(builder)
     records, count, x, x_stride, out, out_stride, fresh, ahead = function.args
     emit_tile(
-        e, WAYS[way], LAYOUTS[layout], rows, records, count, x, x_stride, out, out_stride, builder.trunc(fresh, I1),
-        (ahead, ahead), e.const(0),
+        e, WAYS[way], LAYOUTS[layout], rows, terms, records, count, x, x_stride, out, out_stride,
+        builder.trunc(fresh, I1), (ahead, ahead), e.const(0),
     )  # fmt: skip
     builder.ret_void()
     return str(module)
@@ -80,9 +80,10 @@ def test_tiles_compile_to_the_instructions_meant(
     layout: str, way: str, triple: str, name: str, features: str, has: list[str], lacks: list[str]
 ) -> None:
     """For processors that are not at hand too: LLVM would end this process if it could not."""
-    code = assembly(tile_module(way, layout, 2), triple, name, features)
-    assert all(word in code for word in has), code
-    assert not any(word in code for word in lacks), code
+    for rows, terms in ((2, 1), (1, 2)):
+        code = assembly(tile_module(way, layout, rows, terms), triple, name, features)
+        assert all(word in code for word in has), code
+        assert not any(word in code for word in lacks), code
 
 
 def runnable() -> Iterator[str]:
