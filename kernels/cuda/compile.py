@@ -21,7 +21,6 @@ from cupaged.kernels.cpu.library import cache_folders
 from cupaged.kernels.cuda import libraries, sources
 from cupaged.kernels.kept_files import mark_used, remove_unused
 
-
 _MISSING = "{}: not found; pip install {}, or set CUDA_PATH"
 
 
