@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.errors import DeviceError
+from cupaged.errors import DeviceError, DeviceMemoryError
 
 ALIGNMENT = 256
 POISON = 0xFF  # as bytes of a float: NaN; as an id or a slot: -1
@@ -79,7 +79,7 @@ class Arena:
         if self._fresh + size > self.base + self.capacity:
             if self._merged():
                 return self._take(size)
-            raise DeviceError(f"out of {self.kind} memory: {size:,} bytes of {self.capacity:,} are not free")
+            raise DeviceMemoryError(f"out of {self.kind} memory: {size:,} bytes of {self.capacity:,} are not free")
         start = self._fresh
         self._fresh += size
         ctypes.memset(start, POISON, size)
