@@ -1,7 +1,7 @@
 """Matrix products on a GPU: our kernel, which reads stored weights and sums in one order, or a library's for many rows.
 
-By default a few rows (decode of a small batch) go through `matmul.cu`, many through the library, which is made for tensor
-cores and sums in an order that may depend on how many rows there are. Without a library, and under
+By default a few rows (decode of a small batch) go through `matmul.cu`, many through the library, which is made for
+tensor cores and sums in an order that may depend on how many rows there are. Without a library, and under
 `deterministic`, everything goes through `matmul.cu`.
 """
 
