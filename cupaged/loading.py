@@ -206,7 +206,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
         max_tokens = options.max_batch_tokens or DEFAULT_BATCH_TOKENS
         max_sequences = min(options.max_sequences or DEFAULT_SEQUENCES, max_tokens)
         rows = max_sequences + PROMPT_ROWS
-        weight_bytes = sum(kept.values())
+        weight_bytes = device.weight_bytes(kept)
         scratch_bytes = sum(4 * math.prod(shape) for shape in scratch_shapes(config, max_tokens, rows).values())
         available = device.memory().available - weight_bytes - scratch_bytes
         memory = plan_memory(

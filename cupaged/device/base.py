@@ -8,7 +8,7 @@ simply done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -135,6 +135,11 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...
+
+    def weight_bytes(self, kept: Mapping[str, int]) -> int:
+        """Bytes that a model's matrices take here. kept: bytes by what they are kept as, as `interface.packed_bytes`
+        counts them."""
+        return sum(kept.values())
 
     def host_memory(self) -> MemoryInfo:
         """Bytes of the host's memory: what `empty_host` takes from."""

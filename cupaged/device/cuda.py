@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupaged.device import driver
@@ -22,6 +22,7 @@ from cupaged.device.cuda_capture import CudaCapture, GraphUse, RecordingOperatio
 from cupaged.errors import DeviceError, NoDeviceError
 from cupaged.kernels.cuda.backend import RuntimeBackend
 from cupaged.kernels.cuda.operations import CudaOperations
+from cupaged.kernels.cuda.packing import unpacked_bytes
 from cupaged.kernels.cuda.variants import builds_for
 from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
 
@@ -165,6 +166,9 @@ class CudaDevice(Device):
         self._check()
         total, free = self.runtime.memory()
         return MemoryInfo(total, max(0, free - min(RESERVED_BYTES, total // _RESERVED_SHARE)))
+
+    def weight_bytes(self, kept: Mapping[str, int]) -> int:
+        return sum(unpacked_bytes(kind, size) for kind, size in kept.items())
 
     # -- streams
 

@@ -12,10 +12,12 @@ import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels import bfloat16
-from cupaged.kernels.interface import Array, WeightSource, kept_type
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, STORAGE_BYTES, Array, WeightSource, kept_type
 
 FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5, "Q4_K": 6, "Q6_K": 7}  # -DFORMAT
 UNITS = {"float32": 4, "float16": 8, "bfloat16": 8, "Q8_0": 16, "Q4_0": 32, "Q4_1": 32, "Q4_K": 32, "Q6_K": 32}
+# Bytes of all planes for 32 weights; other block formats are kept as float16.
+_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 18, "Q6_K": 26.25}
 PLANES = ("quants", "high", "scales", "deltas")
 
 
@@ -47,6 +49,13 @@ class CudaMatrix:
     dtype: str
     nbytes: int
     parts: tuple[Part, ...]
+
+
+def unpacked_bytes(kind: str, packed: int) -> int:
+    """Bytes here of matrices that take `packed` bytes for the CPU's kernels, as `interface.packed_bytes` counts them."""
+    if kind in STORAGE_BYTES:
+        return packed
+    return int(packed / PACKED_BLOCK_BYTES[kind] * _BLOCK_BYTES.get(kind, 64))
 
 
 def unit_blocks(kind: str, cols: int) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from kernel_support import ArraySource
+from quant_support import blocks_of
 from streamdouble.double import StreamDouble
 
 from cupaged.cache import PagedKVCache
@@ -16,6 +19,7 @@ from cupaged.device.base import ModelShape
 from cupaged.device.cuda import RESERVED_BYTES, CudaDevice
 from cupaged.errors import DeviceError, DeviceMemoryError, KernelError, OptionError
 from cupaged.kernels.cuda.backend import STAGING_BYTES
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, packed_bytes
 
 SEEDS = range(4)
 
@@ -138,6 +142,16 @@ def test_memory_leaves_room_for_what_a_step_needs() -> None:
     assert device.memory().available == (70 << 30) - RESERVED_BYTES
     device.runtime.memory = lambda: (8 << 30, 10 << 20)  # type: ignore[method-assign]
     assert device.memory().available == 0
+
+
+@pytest.mark.parametrize("kind", [*PACKED_BLOCK_BYTES, "float32", "bfloat16"])
+def test_what_weights_take_is_known_before_they_are_read(kind: str) -> None:
+    """Formats without a CUDA kernel are kept as float16, others as they are in the file."""
+    device = device_on()
+    quantised = kind in PACKED_BLOCK_BYTES
+    source = blocks_of(kind, 64, 512) if quantised else ArraySource(np.ones((64, 512)))
+    matrix = device.ops.matrix(source, "quantised" if quantised else kind)
+    assert device.weight_bytes({kind: packed_bytes(kind, 64, 512)}) == matrix.nbytes
 
 
 def test_a_cache_that_does_not_fit_names_its_option() -> None:
@@ -329,6 +343,14 @@ def test_what_is_prepared_is_what_a_model_launches() -> None:
         llm.generate([[3] * 20, [5, 6]], params)
         assert gpu.late == []
         llm.close()
+
+
+def test_K18_importing_the_device_brings_neither_cupy_nor_a_context(checkout_env: dict[str, str]) -> None:
+    code = """
+import sys, cupaged.device.cuda, cupaged.kernels.cuda.cupy_runtime
+print([m for m in sys.modules if m.startswith(("cupy", "numba"))], "libcuda" in open("/proc/self/maps").read())
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], env=checkout_env, text=True) == "[] False\n"
 
 
 def test_a_closed_device_says_so() -> None:
