@@ -52,7 +52,7 @@ class CudaMatrix:
 
 
 def unpacked_bytes(kind: str, packed: int) -> int:
-    """Bytes here of matrices that take `packed` bytes for the CPU's kernels, as `interface.packed_bytes` counts them."""
+    """Bytes here of matrices that take `packed` bytes for the CPU's kernels (`interface.packed_bytes`)."""
     if kind in STORAGE_BYTES:
         return packed
     return int(packed / PACKED_BLOCK_BYTES[kind] * _BLOCK_BYTES.get(kind, 64))
