@@ -1,4 +1,4 @@
-"""Forward passes of an engine: chunks in, logits out; decode steps captured once and replayed."""
+"""Forward passes of an engine: chunks in, logits out; steps captured once and replayed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from cupaged.model.decoder import Decoder
 from cupaged.scheduler import PROMPT_ROWS, Chunk
 from cupaged.step_logits import StepLogits
 
+MOST_CAPTURED = 96  # some 0.1 MiB each on a CPU
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A decode step ready to be replayed, where it leaves its logits, and the K/V arrays that it works on."""
+    """A step ready to be replayed, where it leaves its logits, and the K/V arrays that it works on."""
 
     step: Capture
     logits: Array
@@ -38,7 +40,7 @@ class ForwardPasses:
         self.manager = manager
         self.device = device
         self.prefill_speed: float | None = None
-        self.captured: dict[int, CapturedStep] = {}  # by number of sequences: max_sequences at most
+        self.captured: dict[tuple[int, int], CapturedStep] = {}  # by tokens and wanted rows, the last used last
         self._inputs = StepInputs(device, groups, max_tokens, max_sequences + PROMPT_ROWS)
 
     def run(self, chunks: Sequence[Chunk], caches: Sequence[PagedKVCache]) -> StepLogits:
@@ -48,18 +50,24 @@ class ForwardPasses:
         views = [cache.view for cache in caches]
         if self.decoder.prepare(batch.max_position):
             self.captured.clear()
-        # A step of decoding alone differs from the last one of as many sequences in nothing but what its buffers hold
-        # and in its attention plans: it is captured once.
-        decoding = all(chunk.count == chunk.rows == 1 for chunk in chunks)
-        known = self.captured.get(len(chunks)) if decoding else None
+        # A step differs from another of as many tokens and wanted rows in nothing but what its buffers hold and in its
+        # attention plans: it is captured once. Where captures are dear only steps of decoding alone are, whose sizes
+        # come again and again.
+        key = len(batch.token_ids), len(batch.logit_rows)
+        kept = self.device.unified or all(chunk.count == chunk.rows == 1 for chunk in chunks)
+        known = self.captured.pop(key, None) if kept else None
         if known is not None and all(a is b for a, b in zip(known.views, views, strict=True)):
+            self.captured[key] = known  # the last used one is the last
             known.step.replay(batch.plans)
-            return StepLogits(self.device, known.logits)
-        with self.device.capture(batch.plans) as step:
-            logits = self.decoder.forward(batch, views)
-        step.replay()
-        if decoding:
-            self.captured[len(chunks)] = CapturedStep(step, logits, views)
+            logits = known.logits
+        else:
+            with self.device.capture(batch.plans) as step:
+                logits = self.decoder.forward(batch, views)
+            step.replay()
+            if kept:
+                self.captured[key] = CapturedStep(step, logits, views)
+                if len(self.captured) > MOST_CAPTURED:
+                    del self.captured[next(iter(self.captured))]
         self._measure(chunks, began)
         return StepLogits(self.device, logits)
 

@@ -18,7 +18,7 @@ from cupaged.device.host_stream import HostStream, HostTransfer
 from cupaged.errors import OptionError
 from cupaged.kernels.cpu.arrays import aligned
 from cupaged.kernels.cpu.catalog import groups_for
-from cupaged.kernels.cpu.executor import Records, Team
+from cupaged.kernels.cpu.executor import Pace, Records, Team
 from cupaged.kernels.cpu.library import load_library
 from cupaged.kernels.cpu.operations import CpuOperations
 from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
@@ -67,6 +67,7 @@ class CpuDevice(Device):
         self._progress = progress
         self.team = Team(load_library(progress), self.threads)
         self._ops = CpuOperations(self.team)
+        self._paces: dict[int, Pace] = {}
         self._copies = {"to_host": HostStream("to-host"), "to_device": HostStream("to-device")}
 
     @property
@@ -114,8 +115,11 @@ class CpuDevice(Device):
         try:
             yield captured
         finally:
-            captured.records = self.team.end_capture()
-            self._ops.keep_alive(captured.records)
+            captured.records = records = self.team.end_capture()
+            self._ops.keep_alive(records)
+            if plans:  # lists of about as many tokens learn from each other how they run best
+                records.work = max(plan.num_tokens for plan in plans)
+                records.pace = self._paces.setdefault(records.work.bit_length(), records.pace)
 
     def memory(self) -> MemoryInfo:
         return MemoryInfo(*host_memory())

@@ -28,31 +28,51 @@ _packers = {n: struct.Struct(f"<{n + 2}q") for n in range(RECORD_WORDS - 1)}
 
 
 class Pace:
-    """Whether a list that is run over and over goes faster on the whole team or on the caller's thread alone.
+    """Whether lists of about one size go faster on the whole team or on the caller's thread alone.
 
     On a machine that is busy with other things a barrier waits for whichever thread was taken off its core, at every
-    operation: then one thread is faster than two, by a factor of two and more. Both ways are timed, the one that seems
-    slower every PROBE runs only; the results are the same bits.
+    operation: then one thread is faster than two, by a factor of two and more. Both ways are timed, by the second of a
+    unit of work. The one that seems slower is tried again after PROBE runs, and, if that is one thread, after twice as
+    many each time that it proves slower, up to MOST; and soon after a run of the other that was half as slow again. The
+    bits are the same.
     """
 
-    PROBE = 32
+    PROBE, MOST = 32, 1024
+    SLOWER = 1.5
 
     def __init__(self) -> None:
         self._seconds: dict[bool, float] = {}
         self._runs = 0
+        self._probe = self._until = self.PROBE
 
     def alone(self) -> bool:
         """How to run next time."""
         self._runs += 1
         if len(self._seconds) < 2:
             return self._runs > 2 and False in self._seconds  # first the team, twice (caches), then alone
-        slower = self._seconds[True] > self._seconds[False]
-        return not slower if self._runs % self.PROBE else slower
+        self._until -= 1
+        return self._better if self._until > 0 else not self._better
 
-    def note(self, alone: bool, seconds: float) -> None:
-        """What a run took. The last few count: machines change."""
-        known = self._seconds.get(alone, seconds)
-        self._seconds[alone] = (known + seconds) / 2
+    @property
+    def _better(self) -> bool:
+        return self._seconds[True] <= self._seconds[False]
+
+    def note(self, alone: bool, seconds: float, work: int = 1) -> None:
+        """What a run of so many units took. The last few count: machines change."""
+        each = seconds / max(1, work)
+        if len(self._seconds) < 2:
+            self._seconds[alone] = each
+            return
+        better = self._better
+        known = self._seconds[alone]
+        self._seconds[alone] = (known + each) / 2 if alone is better else min(each, (known + each) / 2)
+        if self._better is not better:
+            self._probe = self._until = self.PROBE
+        elif self._until <= 0:  # tried in vain
+            self._probe = min(2 * self._probe, self.PROBE if better else self.MOST)
+            self._until = self._probe
+        elif each > self.SLOWER * known:
+            self._until, self._probe = min(self._until, 2), self.PROBE
 
 
 @dataclass(slots=True)
@@ -78,6 +98,7 @@ class Records:
         # Of calls with the same plan: its index, query heads, head_dim, records of the parts and of the merges.
         self.bindings: list[tuple[int, int, int, np.ndarray, np.ndarray]] | None = None
         self.pace = Pace()
+        self.work = 1  # in whatever units others that share the pace count in
 
     @property
     def address(self) -> int:
@@ -182,7 +203,7 @@ class Team:
             alone = self.threads > 1 and records.pace.alone()
             began = time.perf_counter()
             self._submit(records, alone)
-            records.pace.note(alone, time.perf_counter() - began)
+            records.pace.note(alone, time.perf_counter() - began, records.work)
 
     def close(self) -> None:
         """Stop the helper threads. Launches afterwards raise DeviceError."""

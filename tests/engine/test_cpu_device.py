@@ -308,11 +308,32 @@ def paces(team: float, alone: float, runs: int, pace: Pace | None = None) -> tup
 
 def test_the_faster_way_is_taken_and_the_other_tried_now_and_then() -> None:
     pace, quiet = paces(team=1.0, alone=1.8, runs=320)
-    assert quiet[:3] == [False, False, True] and sum(quiet) <= 12
+    assert quiet[:3] == [False, False, True] and sum(quiet) <= 5
     _, busy = paces(team=3.0, alone=1.8, runs=320, pace=pace)  # the machine got busy
     assert sum(busy[64:]) >= 240
     _, again = paces(team=1.0, alone=1.8, runs=640, pace=pace)  # and quiet again
     assert sum(again[-160:]) <= 10
+
+
+def test_trying_the_slower_way_becomes_rare_and_a_slow_run_is_a_reason_to_try() -> None:
+    pace, _ = paces(team=1.0, alone=1.8, runs=3000)
+    _, later = paces(team=1.0, alone=1.8, runs=2000, pace=pace)
+    assert 1 <= sum(later) <= 2
+    _, busy = paces(team=4.0, alone=2.0, runs=8, pace=pace)
+    assert busy[2:] == [True] * 6
+    _, other = paces(team=0.5, alone=1.9, runs=80, pace=pace)
+    assert sum(other[40:]) <= 1
+
+
+def test_lists_of_about_as_many_tokens_share_what_is_known_of_them() -> None:
+    with tiny(threads=2) as llm:
+        llm.generate([prompt(5 + n) for n in range(7)], greedy(4))
+        records = [known.step.records for known in llm.engine.passes.captured.values()]
+        assert {each.work for each in records} >= {7, 5 * 7 + 21}
+        by_size: dict[int, set[int]] = {}
+        for each in records:
+            by_size.setdefault(each.work.bit_length(), set()).add(id(each.pace))
+        assert all(len(paces) == 1 for paces in by_size.values()) and len(by_size) >= 2
 
 
 def test_a_list_run_alone_gives_the_same_bits() -> None:
