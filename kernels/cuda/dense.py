@@ -9,12 +9,11 @@ import numpy as np
 from cupaged.errors import KernelError
 from cupaged.kernels.cuda.arrays import contiguous, row_stride
 from cupaged.kernels.cuda.launch import Backend, Launcher
-from cupaged.kernels.cuda.packing import FORMATS, CudaMatrix, Part, pack_part, unit_blocks
+from cupaged.kernels.cuda.packing import FORMATS, CudaMatrix, Part, packed_pieces, unit_blocks
 from cupaged.kernels.cuda.products import Products
 from cupaged.kernels.interface import Activation, Array, Matrix, WeightSource, WeightType
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # -DACTIVATION
-_PACKED_AT_ONCE = 64 << 20  # bytes of float32 rows: of a large matrix the host never holds more beside its file
 
 
 class Dense:
@@ -38,12 +37,10 @@ class Dense:
 
     def _part(self, source: WeightSource, dtype: str) -> Part:
         """Packed and sent some rows at a time."""
-        rows, cols = source.shape
-        step = max(1, _PACKED_AT_ONCE // (4 * max(1, cols)))
+        rows = source.shape[0]
         planes: dict[str, Array | None] = {}
         kind = dtype
-        for first in range(0, max(1, rows), step):
-            packed = pack_part(source, dtype, first, min(rows, first + step))
+        for first, packed in packed_pieces(source, dtype):
             kind = packed.format
             for name, plane in packed.planes.items():
                 if plane is None:

@@ -6,6 +6,10 @@ bits, apart: see weights.cuh. Nothing is rounded here but float weights to their
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +22,8 @@ FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_
 UNITS = {"float32": 4, "float16": 8, "bfloat16": 8, "Q8_0": 16, "Q4_0": 32, "Q4_1": 32, "Q4_K": 32, "Q6_K": 32}
 # Bytes of all planes for 32 weights; other block formats are kept as float16.
 _BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 18, "Q6_K": 26.25}
+PIECE_BYTES = 16 << 20  # of float32 rows packed at a time: of a large matrix the host holds a few such beside its file
+_PACKERS = 8  # threads at most
 PLANES = ("quants", "high", "scales", "deltas")
 
 
@@ -87,6 +93,29 @@ def pack_part(source: WeightSource, dtype: str, first: int = 0, stop: int | None
         with np.errstate(over="ignore", invalid="ignore"):  # too large for float16: infinite, as the reference has it
             stored = wide.astype(kind)
     return Packed(kind, rows, cols, dict.fromkeys(PLANES) | {"quants": _bytes(stored)})
+
+
+def packed_pieces(source: WeightSource, dtype: str) -> Iterator[tuple[int, Packed]]:
+    """(first row, some rows packed) of a part of a weight, in order; at least one piece, were it of no rows.
+
+    Threads pack the next pieces meanwhile: NumPy does the work without the GIL, and a piece is one thread's business.
+    """
+    rows, cols = source.shape
+    step = max(1, PIECE_BYTES // (4 * max(1, cols)))
+    starts = range(0, max(1, rows), step)
+    if len(starts) == 1:
+        yield 0, pack_part(source, dtype)
+        return
+    workers = min(_PACKERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque[tuple[int, Future[Packed]]] = deque()
+        for first in starts:
+            waiting.append((first, pool.submit(pack_part, source, dtype, first, min(rows, first + step))))
+            if len(waiting) > workers:
+                done, piece = waiting.popleft()
+                yield done, piece.result()
+        for done, piece in waiting:
+            yield done, piece.result()
 
 
 def _bytes(array: Array) -> Array:

@@ -15,7 +15,7 @@ from kernel_support import ArraySource, guarded, rounded
 from quant_support import JoinedSource, blocks_of
 
 from cupaged.kernels import bfloat16
-from cupaged.kernels.cuda import products
+from cupaged.kernels.cuda import packing, products
 from cupaged.kernels.cuda.packing import FORMATS
 
 pytestmark = need_emulator
@@ -152,8 +152,6 @@ def test_scratch_is_kept_and_only_grows() -> None:
 
 
 def test_a_large_matrix_is_packed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupaged.kernels.cuda import dense
-
     sources = [
         (blocks_of("Q6_K", 23, 256), "quantised"),
         (blocks_of("Q4_K", 23, 256), "quantised"),
@@ -161,7 +159,7 @@ def test_a_large_matrix_is_packed_some_rows_at_a_time(monkeypatch: pytest.Monkey
     ]
     ops = emulated_operations()
     whole = [ops.matrix(source, dtype) for source, dtype in sources]
-    monkeypatch.setattr(dense, "_PACKED_AT_ONCE", 5 * 4 * 256)
+    monkeypatch.setattr(packing, "PIECE_BYTES", 5 * 4 * 256)
     for before, (source, dtype) in zip(whole, sources, strict=True):
         after = ops.matrix(source, dtype)
         assert (after.rows, after.cols, after.dtype, after.nbytes) == (23, before.cols, before.dtype, before.nbytes)
