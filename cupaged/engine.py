@@ -81,13 +81,17 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         priority: int = 0,
+        watched: bool = True,
     ) -> str:
         """Queue a request; returns its id. A smaller `priority` goes first, then who came earlier.
+
+        watched: somebody reads the tokens as they come, so that prompts computed beside it shall leave it its pace.
 
         RequestError (CapacityError for lengths), and nothing queued, if it cannot be served: empty, an id outside the
         vocabulary, too long, an id that is in use.
         """
         request = self._registry.new(prompt_ids, params, request_id, prompt, priority)
+        request.watched = watched
         self._start(request)
         return request.request_id
 

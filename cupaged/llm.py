@@ -114,7 +114,7 @@ class LLM:
                     raise type(error)(f"prompt {index} of {len(listed)}: {error}") from None
             with self._lock:
                 for text, ids, options in ready:
-                    ids_of.append(self._submit(ids, options, text))
+                    ids_of.append(self._submit(ids, options, text, watched=False))
             for request_id in ids_of:
                 for _ in self._pieces(request_id):
                     pass
@@ -315,10 +315,10 @@ class LLM:
         assert tokenizer is not None  # render_chat has seen to it
         return tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS itself
 
-    def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None) -> str:
+    def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None, watched: bool = True) -> str:
         self._check_owner()
         self._sweep()
-        return self._watch(self._model.engine.add_request(ids, params, prompt=text))
+        return self._watch(self._model.engine.add_request(ids, params, prompt=text, watched=watched))
 
     def _check_owner(self) -> None:
         if self._owner is not None and self._owner is not threading.current_thread():

@@ -142,6 +142,7 @@ class Request:
     cached_tokens: int = 0  # of the prompt, found in blocks that were computed for others
     search: BeamSearch[Sequence] | None = None
     stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
+    watched: bool = True  # somebody reads its tokens as they come: prompts beside it keep its pace (budget.py)
     stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
 
     @property

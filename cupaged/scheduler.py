@@ -151,7 +151,8 @@ class Scheduler:
         self.room.fetch_ahead(draft)
         for request in list(self.running):
             self._take_request(draft, request, decoding=True)
-        draft.budget = self.budget.prompt_tokens(len(draft.chunks), draft.budget)
+        if any(chunk.sequence.request.watched for chunk in draft.chunks):
+            draft.budget = self.budget.prompt_tokens(len(draft.chunks), draft.budget)
         for request in list(self.running):
             self._take_request(draft, request, decoding=False)
         self._admit(draft)

@@ -101,6 +101,42 @@ def test_steps_of_a_long_prompt_beside_16_decodes_keep_the_pace(pace: float, see
     assert max(worst) >= min(pace, 1 + 400 * token / (weights + 16 * decode)) * 0.8  # what may be used is
 
 
+def test_what_nobody_reads_as_it_comes_keeps_no_pace() -> None:
+    """Prompts beside requests of `LLM.generate` are computed as fast as they can, until a stream decodes too."""
+    bench = Bench(blocks=200, block_size=4, max_tokens=64)
+    budget = bench.scheduler.budget = TokenBudget(2.0)
+    budget.note(1, 0, 0.001)
+    budget.note(1, 10, 1.0)  # so dear that a chunk is FLOOR tokens
+    silent = bench.add(prompt=4, new=60)
+    silent.watched = False
+    bench.step()
+    first = bench.add(prompt=63, new=1)
+    took = bench.step()
+    assert (took[silent.request_id][1], took[first.request_id][1]) == (1, 63)
+    stream = bench.add(prompt=1, new=60)
+    bench.step()
+    second = bench.add(prompt=62, new=1)
+    took = bench.step()
+    assert (took[silent.request_id][1], took[stream.request_id][1], took[second.request_id][1]) == (1, 1, FLOOR)
+    bench.drain()
+
+
+def test_generate_is_not_watched_and_a_stream_is() -> None:
+    llm = tiny()
+    seen = {}
+    add = llm.engine.add_request
+
+    def note(ids: list[int], *args: object, **options: bool) -> str:
+        name = add(ids, *args, **options)  # type: ignore[arg-type]
+        seen[len(ids)] = llm.engine.request(name).watched
+        return name
+
+    llm.engine.add_request = note  # type: ignore[method-assign, assignment]
+    llm.generate([prompt(3), prompt(4)], greedy(2))
+    list(llm.stream(prompt(5), greedy(2)))
+    assert seen == {3: False, 4: False, 5: True}
+
+
 def test_a_refused_head_does_not_stop_the_runners_nor_a_prompt_that_is_under_way() -> None:
     bench = Bench(blocks=40, block_size=4, max_tokens=64)
     budget = bench.scheduler.budget = TokenBudget(2.0)
