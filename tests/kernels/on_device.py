@@ -33,7 +33,8 @@ class OnDevice:
 
             def make(*arguments: Any, **named: Any) -> Any:
                 made = function(*arguments, **named)
-                self._made[id(made)] = made
+                if isinstance(made, np.ndarray):  # of a pretended device; a real one's arrays are not NumPy's
+                    self._made[id(made)] = made
                 return made
 
             return make
