@@ -22,7 +22,8 @@ POISON = 0xFF  # as bytes of a float: NaN; as an id or a slot: -1
 
 
 class Region:
-    """One allocation. NumPy arrays made of it lead to it by their bases, however many views lie in between."""
+    """One allocation. NumPy arrays made of it lead to it by their bases, however many views lie in between; those of a
+    device's memory are read-only: the host writes there by copies alone."""
 
     __slots__ = ("__array_interface__", "__weakref__", "arena", "size", "start")
 
@@ -31,7 +32,7 @@ class Region:
         self.start = start
         self.size = size
         self.__array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (start, False), "version": 3,
+            "shape": (size,), "typestr": "|u1", "data": (start, arena.kind == "device"), "version": 3,
         }  # fmt: skip
 
 

@@ -198,6 +198,13 @@ def test_views_keep_their_memory_and_new_memory_is_nan() -> None:
     assert gpu.memory() == (128 << 20, 128 << 20)
 
 
+def test_the_host_writes_to_device_memory_by_copies_alone() -> None:
+    gpu = StreamDouble()
+    with pytest.raises(ValueError, match="read-only"):
+        gpu.empty((4,), np.float32)[0] = 1
+    gpu.empty_host((4,), np.float32)[0] = 1
+
+
 def test_a_capture_records_and_a_graph_runs_on_what_buffers_hold_then() -> None:
     script = Script(3)
     gpu, compute = script.gpu, script.compute
