@@ -91,7 +91,8 @@ def test_long_contexts(kernel: str, dim: int, dtype: str, instrument: str) -> No
     setup = paged(operations(kernel, instrument), contexts, dtype=dtype, dim=dim, block_size=32)
     queries = queries_for([1, 2, 1, 3, 1, 1, 17, 1], heads_of(kernel), dim)
     sinks = np.linspace(-1, 1, heads_of(kernel), dtype=np.float32)
-    for options in ({}, {"window": 1000}, {"soft_cap": 20.0, "sinks": sinks})[: 3 if dim == 64 else 1]:
+    several = dim == 64 and instrument == "emulated"
+    for options in ({}, {"window": 1000}, {"soft_cap": 20.0, "sinks": sinks})[: 3 if several else 1]:
         np.testing.assert_allclose(
             setup.run(queries, **options), setup.expected(queries, **options), rtol=2e-5, atol=2e-5
         )
