@@ -11,10 +11,11 @@ class Engine:
         cupaged = importlib.import_module("cupaged")
         self.version = str(cupaged.__version__)
         dtype = "float32" if variant == "f32" else "auto"
-        # 32 streams of 128 tokens and eight of 1,088 fit; as do 2,048.
+        # 32 streams of 128 tokens and eight of 1,088 fit, as do 2,048; and not much more, so that blocks are used again
+        # after the first rounds, as on a server that has run for a while, and as the peers' K/V memory is.
         self._llm = cupaged.LLM(
             weights, threads=threads, dtype=dtype, kv_dtype="float32" if variant == "f32" else "auto",
-            kv_memory="256MiB" if variant != "f32" else "512MiB", device="cpu",
+            kv_memory="128MiB" if variant != "f32" else "256MiB", device="cpu",
         )  # fmt: skip
         self._params = cupaged.SamplingParams
 
