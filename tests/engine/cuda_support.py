@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from checkpoints import DATA, FOLDERS
-from engine_support import VOCAB, block_bytes, scatter, tiny
+from engine_support import VOCAB, block_bytes, prompt, scatter, tiny
 from recording import Job, Run, run
 from streamdouble import BIASES, StreamDouble
 from streamdouble.engines import cuda_llm
@@ -171,6 +171,19 @@ def assert_tokens_of_the_cpu(setting: Setting, ours: Run) -> None:
             continue
         assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in theirs.outputs], where
         assert [o.finish_reason for o in mine.outputs] == [o.finish_reason for o in theirs.outputs], where
+
+
+def speed_is_that_of_work_done(seed: int) -> None:
+    """What recomputing costs is measured when a step of a long prompt has been computed, not when it is queued."""
+    gpu = StreamDouble(seed, [None, *BIASES][seed % (1 + len(BIASES))])
+    with cuda_llm(DATA / "llama", gpu) as llm:
+        engine = llm.engine
+        forward, left = engine.passes.run, []
+        engine.passes.run = lambda *given: [forward(*given), left.append(gpu.computing)][0]  # type: ignore[method-assign]
+        engine.add_request(prompt(100), SamplingParams(max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        assert left == [0] and engine.passes.prefill_speed
 
 
 def ended_amid_copies(seed: int) -> None:

@@ -11,7 +11,16 @@ from collections import Counter
 
 import pytest
 from checkpoints import DATA
-from cuda_support import MET, Pressed, Setting, assert_tokens_of_the_cpu, ended_amid_copies, on_the_cpu, pressed
+from cuda_support import (
+    MET,
+    Pressed,
+    Setting,
+    assert_tokens_of_the_cpu,
+    ended_amid_copies,
+    on_the_cpu,
+    pressed,
+    speed_is_that_of_work_done,
+)
 from engine_support import greedy, prompt
 from recording import Job, assert_same_bits, run
 from streamdouble import StreamDouble
@@ -83,3 +92,8 @@ def test_graphs_and_eager_steps_give_the_same_bits(gemm: bool) -> None:
 def test_aborted_requests_leave_nothing_on_its_way() -> None:
     for seed in range(16):
         ended_amid_copies(seed)
+
+
+def test_the_speed_of_prompts_is_that_of_work_done() -> None:
+    for seed in range(8):
+        speed_is_that_of_work_done(seed)

@@ -7,18 +7,27 @@ arrays for work that is under way is taken out in turn: then some seed fails. Un
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from cuda_scripts import SCRIPTS
-from cuda_support import Setting, assert_tokens_of_the_cpu, ended_amid_copies, pressed
+from cuda_support import Setting, assert_tokens_of_the_cpu, ended_amid_copies, pressed, speed_is_that_of_work_done
 from streamdouble.mutation import Mutant, applied, mutants
 
 import cupaged.device.cuda
 import cupaged.device.cuda_capture
 import cupaged.engine
+import cupaged.forward
 import cupaged.kernels.cuda.backend
 import cupaged.swap
 
-FILES = (cupaged.device.cuda, cupaged.device.cuda_capture, cupaged.kernels.cuda.backend, cupaged.swap, cupaged.engine)
+FILES = (
+    cupaged.device.cuda, cupaged.device.cuda_capture, cupaged.kernels.cuda.backend, cupaged.swap, cupaged.engine,
+    cupaged.forward,
+)  # fmt: skip
+# What waits for threads, for the CPU's copies, or is the CUDA runtime itself.
+OTHERS = ("async_engine.py", "worker.py", "cpu.py", "host_stream.py", "base.py", "cupy_runtime.py")
 MUTANTS = [mutant for module in FILES for mutant in mutants(str(module.__file__))]
 SEEDS = 60
 LATE_FIRST = sorted(range(SEEDS), key=lambda seed: seed % 8 != 2)  # where what waits for nothing waits for ever
@@ -36,8 +45,8 @@ def fails(seed: int) -> bool:
 
 def notices() -> str | None:
     """What fails first: a script of the device, the end of a run, a run of the engine."""
-    for script in (*SCRIPTS, ended_amid_copies):
-        for seed in range(24):
+    for script in (*SCRIPTS, speed_is_that_of_work_done, ended_amid_copies):
+        for seed in range(24 if script in SCRIPTS else 12):
             try:
                 script(seed)
             except Exception:
@@ -50,6 +59,13 @@ def test_the_places_are_found() -> None:
     assert {("cuda.py", "no wait"), ("cuda.py", "not kept"), ("cuda.py", "done too early")} <= kinds
     assert {("backend.py", "no wait"), ("swap.py", "no wait"), ("engine.py", "no wait")} <= kinds
     assert len(MUTANTS) >= 20
+
+
+def test_no_other_file_waits_for_events() -> None:
+    places = [Path(str(cupaged.swap.__file__)).parent, Path(str(cupaged.kernels.cuda.backend.__file__)).parent]
+    files = [path for place in places for path in (*place.glob("*.py"), *place.glob("device/*.py"))]
+    waiting = {path.name for path in files if re.search(r"\.(wait|synchronize|done)\(", path.read_text())}
+    assert waiting - set(OTHERS) <= {Path(str(module.__file__)).name for module in FILES}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)

@@ -81,6 +81,12 @@ class StreamDouble:
         return sum(len(stream.queue) for stream in self._scheduler.streams)
 
     @property
+    def computing(self) -> int:
+        """Launches and graphs that have not been done."""
+        queues = [stream.queue for stream in self._scheduler.streams]
+        return sum(isinstance(work, Call | GraphLaunch) for queue in queues for work in queue)
+
+    @property
     def copying(self) -> int:
         """Bytes of copies that have not been done, on other streams than compute."""
         streams = [stream for stream in self._scheduler.streams if stream is not self._compute]
