@@ -1,7 +1,7 @@
 """The whole engine on the CUDA device over the stream double: whatever runs late, tokens are those of the CPU.
 
 A seed draws the model, the requests, the pools, the ways out of them and back, graphs or none, and the order in which
-everything queued runs. `-m slow` has seeds 40 to 199, and those with the emulated CUDA C behind the launches.
+everything queued runs. `-m slow` has seeds 32 to 199, and those with the emulated CUDA C behind the launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recording import Job, assert_same_bits, run
 from streamdouble import StreamDouble
 from streamdouble.engines import cuda_llm
 
-SEEDS, DEFAULT, GROUP = 200, 40, 8
+SEEDS, DEFAULT, GROUP = 200, 32, 8
 
 
 def nothing_is_held(runs: list[Pressed]) -> None:

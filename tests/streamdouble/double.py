@@ -31,7 +31,7 @@ class Function:
     name: str
     defines: Mapping[str, int]
     shared_bytes: int
-    run: Callable[..., None]
+    bind: launches.Bind
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class StreamDouble:
                 raise DeviceError(f"{name}: {shared_bytes} bytes of shared memory, of {self.shared_limit}")
             if name not in sources.kernels(source):
                 raise DeviceError(f"{source} has no kernel {name}")
-            run = self._kernels(source, name, dict(defines), self.architecture)
-            self._functions[key] = Function(source, name, dict(defines), shared_bytes, run)
+            bind = self._kernels(source, name, dict(defines), self.architecture)
+            self._functions[key] = Function(source, name, dict(defines), shared_bytes, bind)
         return self._functions[key]
 
     def prepare(self, builds: Sequence[Any], progress: Callable[[int, int], None] | None = None) -> None:
@@ -217,7 +217,7 @@ class StreamDouble:
             raise DeviceError(f"{function.name}: {shared_bytes} bytes of shared memory were not asked for")
         passed = [_passed(p, v, function) for p, v in zip(_parameters(function), arguments, strict=True)]
         self.launched[function.name] = self.launched.get(function.name, 0) + 1
-        self._queue(stream, Call(partial(function.run, grid, block, passed, shared_bytes)))
+        self._queue(stream, Call(function.bind(grid, block, passed, shared_bytes)))
 
     def gemm(self, x: Array, weight: Array, out: Array, dtype: str, stream: Stream) -> None:
         self._enter()

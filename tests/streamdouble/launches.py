@@ -29,7 +29,9 @@ from streamdouble.launch_dense import (
 )
 from streamdouble.launch_sampling import sample_broken, sample_max, sample_select, sample_weights
 
-Run = Callable[[tuple[int, int, int], tuple[int, int, int], Sequence[Any], int], None]
+Size = tuple[int, int, int]
+Bind = Callable[[Size, Size, Sequence[Any], int], Callable[[], None]]
+"""``bind(grid, block, arguments, shared_bytes)`` gives what a launch does when its turn comes."""
 
 # One function for each kernel: ``f(grid, defines, **arguments)`` does what the launch does, through the addresses and
 # numbers that the kernel gets and nothing else. Pointers are `heap.Pointer`s, absent ones None.
@@ -58,36 +60,39 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def reference(source: str, name: str, defines: dict[str, int], architecture: int) -> Run:
+def reference(source: str, name: str, defines: dict[str, int], architecture: int) -> Bind:
     """The NumPy function of a kernel."""
     if name not in FUNCTIONS:
         raise DeviceError(f"{source}: {name} has no function in streamdouble/launches.py")
     function = FUNCTIONS[name]
     names = [parameter.name for parameter in sources.kernels(source)[name]]
 
-    def run(
-        grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any], shared_bytes: int
-    ) -> None:
+    def bind(grid: Size, block: Size, arguments: Sequence[Any], shared_bytes: int) -> Callable[[], None]:
         given = {k: a.item() if isinstance(a, np.generic) else a for k, a in zip(names, arguments, strict=True)}
-        with np.errstate(all="ignore"):
-            function(grid, defines, **given)
 
-    return run
+        def run() -> None:
+            with np.errstate(all="ignore"):
+                function(grid, defines, **given)
+
+        return run
+
+    return bind
 
 
-def emulated(source: str, name: str, defines: dict[str, int], architecture: int) -> Run:
+def emulated(source: str, name: str, defines: dict[str, int], architecture: int) -> Bind:
     """The kernel compiled by g++; an array is passed as the memory from its first byte to the allocation's end."""
     from cudabench import emulate
 
     kernel = emulate(sources.FOLDER / source, name, defines=defines, include=[sources.FOLDER], arch=architecture)
 
-    def run(
-        grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any], shared_bytes: int
-    ) -> None:
-        flat = [np.uint64(0) if a is None else a.rest(np.uint8) if isinstance(a, Pointer) else a for a in arguments]
-        kernel(grid, block, flat, shared_mem=shared_bytes)
+    def bind(grid: Size, block: Size, arguments: Sequence[Any], shared_bytes: int) -> Callable[[], None]:
+        def run() -> None:
+            flat = [np.uint64(0) if a is None else a.rest(np.uint8) if isinstance(a, Pointer) else a for a in arguments]
+            kernel(grid, block, flat, shared_mem=shared_bytes)
 
-    return run
+        return run
+
+    return bind
 
 
 KERNELS = {"reference": reference, "emulated": emulated}
