@@ -59,7 +59,7 @@ def decode(llm: LLM, streams: int, sizes: Sizes) -> tuple[float, float, list[lis
     tokens = [engine.request(name).output().token_ids for name in names]
     for name in names:
         engine.forget(name)
-    step = engine.passes.captured[streams].step  # the last one, which computes the same again
+    step = engine.passes.captured[streams, streams].step  # the last one, which computes the same again
     device: Any = engine.device
     forward = Clock(device, sizes.seconds).median(step.replay)
     return statistics.median(times[1:]), forward, tokens
