@@ -82,17 +82,17 @@ def test_decode_at_every_edge(kernel: str, dtype: str, instrument: str) -> None:
 
 
 @pytest.mark.slow
-@on_both
+@need_emulator
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_long_contexts(kernel: str, dim: int, dtype: str, instrument: str) -> None:
+def test_long_contexts(kernel: str, dim: int, dtype: str) -> None:
+    """Of the interpreter: test_K02_long_contexts_as_compiled."""
     contexts = [2047, 2048, 2049, 4095, 4096, 4097, 4999, 5000]
-    setup = paged(operations(kernel, instrument), contexts, dtype=dtype, dim=dim, block_size=32)
+    setup = paged(operations(kernel), contexts, dtype=dtype, dim=dim, block_size=32)
     queries = queries_for([1, 2, 1, 3, 1, 1, 17, 1], heads_of(kernel), dim)
     sinks = np.linspace(-1, 1, heads_of(kernel), dtype=np.float32)
-    several = dim == 64 and instrument == "emulated"
-    for options in ({}, {"window": 1000}, {"soft_cap": 20.0, "sinks": sinks})[: 3 if several else 1]:
+    for options in ({}, {"window": 1000}, {"soft_cap": 20.0, "sinks": sinks})[: 3 if dim == 64 else 1]:
         np.testing.assert_allclose(
             setup.run(queries, **options), setup.expected(queries, **options), rtol=2e-5, atol=2e-5
         )
