@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 
+import numpy as np
 import pytest
 from checkpoints import DATA
 from cuda_support import (
     MET,
+    MIXES,
     Pressed,
     Setting,
     assert_tokens_of_the_cpu,
@@ -25,6 +27,9 @@ from engine_support import greedy, prompt
 from recording import Job, assert_same_bits, run
 from streamdouble import StreamDouble
 from streamdouble.engines import cuda_llm
+
+from cupaged.errors import DeviceError
+from cupaged.request import RequestState
 
 SEEDS, DEFAULT, GROUP = 200, 32, 8
 
@@ -97,3 +102,62 @@ def test_aborted_requests_leave_nothing_on_its_way() -> None:
 def test_the_speed_of_prompts_is_that_of_work_done() -> None:
     for seed in range(8):
         speed_is_that_of_work_done(seed)
+
+
+def test_M12_logits_that_are_not_finite_end_their_request_alone() -> None:
+    """A block of one request becomes NaN; the host learns of it from a flag, and the others' tokens are the CPU's."""
+    jobs, whole, _ = on_the_cpu("llama", 0)
+    alone = {name: job for name, job in jobs.items() if not job.params.picks and job.aborted is None}
+    victim = next(iter(alone))
+    with cuda_llm(DATA / "llama", StreamDouble(3)) as llm:
+        engine = llm.engine
+        for name, job in alone.items():
+            engine.add_request(job.ids, job.params, name)
+        for _ in range(3):
+            engine.step()
+        tables = engine.request(victim).sequences[0].tables
+        assert tables is not None
+        for piece in engine.caches[0].pieces(tables.tables[0].refs[0]):
+            engine.device.upload(np.full(piece.shape, np.nan, piece.dtype), piece)
+        while engine.has_work:
+            engine.step()
+        for name in alone:
+            output = engine.request(name).output()
+            if name == victim:
+                assert output.finish_reason == "error"
+                assert output.error is not None and "the model's logits are not finite (step 3" in output.error
+            else:
+                assert [o.token_ids for o in output.outputs] == [o.token_ids for o in whole.outputs[name].outputs]
+            engine.forget(name)
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_S04_a_device_that_fails_is_told_in_its_words_and_nothing_hangs(seed: int) -> None:
+    """Requests end with the error, or the step raises it where it is no single request's; all can be forgotten then."""
+    jobs, _, _ = on_the_cpu("llama", seed % MIXES)
+    gpu = StreamDouble(seed, Setting.of(seed).gpu["bias"])
+    llm = cuda_llm(DATA / "llama", gpu, block_size=8, kv_memory="64KiB", swap_memory="64KiB")
+    engine = llm.engine
+    for name, job in jobs.items():
+        engine.add_request(job.ids, job.params, name)
+    for _ in range(5 + seed):
+        engine.step()
+    gpu.fail(RuntimeError("an illegal address"))
+    told = []
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        try:
+            engine.step()
+        except DeviceError as error:
+            told.append(str(error))
+            break
+    told += [str(engine.request(name).error) for name in jobs if engine.request(name).state is RequestState.ERROR]
+    assert told and all("a kernel failed: an illegal address" in line for line in told)
+    for name in jobs:
+        engine.forget(name)
+    while engine.swaps.busy:
+        engine.swaps.wait()
+        engine.swaps.finished()
+    llm.close()

@@ -167,6 +167,7 @@ class StreamDouble:
         self._polls += not event.done
         if self._polls > POLLS:
             raise AssertionError("the host asks for events over and over instead of waiting for one")
+        self._tell()
         return event.done
 
     def synchronize(self, event: Event | None = None) -> None:
@@ -175,6 +176,13 @@ class StreamDouble:
             self._scheduler.all()
         else:
             self._scheduler.until(event)
+        self._tell()
+
+    def fail(self, error: Exception) -> None:
+        """As if a kernel had failed: told from now on whenever the host waits or asks."""
+        self._scheduler.error = error
+
+    def _tell(self) -> None:
         if self._scheduler.error is not None:
             raise DeviceError(f"a kernel failed: {self._scheduler.error}") from self._scheduler.error
 
