@@ -1,7 +1,7 @@
 """The whole engine on the CUDA device over the stream double: whatever runs late, tokens are those of the CPU.
 
 A seed draws the model, the requests, the pools, the ways out of them and back, graphs or none, and the order in which
-everything queued runs. `-m slow` has seeds 32 to 199, and those with the emulated CUDA C behind the launches.
+everything queued runs. `-m slow` has seeds 24 to 199, and those with the emulated CUDA C behind the launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streamdouble.engines import cuda_llm
 from cupaged.errors import DeviceError
 from cupaged.request import RequestState
 
-SEEDS, DEFAULT, GROUP = 200, 32, 8
+SEEDS, DEFAULT, GROUP = 200, 24, 8
 
 
 def nothing_is_held(runs: list[Pressed]) -> None:
@@ -95,7 +95,7 @@ def test_graphs_and_eager_steps_give_the_same_bits(gemm: bool) -> None:
 
 
 def test_aborted_requests_leave_nothing_on_its_way() -> None:
-    for seed in range(16):
+    for seed in range(8):
         ended_amid_copies(seed)
 
 
