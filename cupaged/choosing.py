@@ -26,24 +26,24 @@ def takers(chunk: Chunk) -> list[TokenSequence]:
 
 def choose(chunks: Sequence[Chunk], logits: StepLogits, step: int) -> list[Outcome]:
     """What each chunk brings, from the logits [R, V] of all wanted rows. `step`: its number, for messages."""
+    if len(logits) == len(chunks) and all(chunk.rows == 1 and _is_plain(chunk) for chunk in chunks):
+        sequences = [chunk.sequence for chunk in chunks]
+        tokens = logits.sample(sample_rows(sequences))
+        return [
+            [(sequence, token)] if token >= 0 else not_finite(step, sequence)
+            for sequence, token in zip(sequences, tokens, strict=True)
+        ]
     ends = list(accumulate(chunk.rows for chunk in chunks))
     broken = logits.broken_rows()
     outcomes: list[Outcome] = [[] for _ in chunks]
     taking: list[tuple[int, list[TokenSequence]]] = []
-    plain = len(logits) > 0
     for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
         if broken is not None and broken[end - chunk.rows : end].any():
-            where = f"step {step}, position {len(chunk.sequence.tokens)}"
-            outcomes[index] = StepError(f"the model's logits are not finite ({where})")
-            plain = False
+            outcomes[index] = not_finite(step, chunk.sequence)
             continue
         group = takers(chunk)
         if group:
             taking.append((index, group))
-        plain = plain and chunk.rows == len(group) == 1 and not chunk.sequence.request.params.adjusts
-    if plain:
-        sequences = [group[0] for _, group in taking]
-        return [[pair] for pair in zip(sequences, logits.sample(sample_rows(sequences)), strict=True)]
     rows: list[Array] = []
     good: list[tuple[int, list[TokenSequence]]] = []
     for index, group in taking:
@@ -59,6 +59,17 @@ def choose(chunks: Sequence[Chunk], logits: StepLogits, step: int) -> list[Outco
         for index, group in good:
             outcomes[index] = [(sequence, next(rest)) for sequence in group]
     return outcomes
+
+
+def _is_plain(chunk: Chunk) -> bool:
+    """Whether a chunk's sequence chooses its next token by itself, from the logits as they are."""
+    request = chunk.sequence.request
+    params = request.params
+    return chunk.samples and params.beam_width is None and request.stem is None and not params.adjusts
+
+
+def not_finite(step: int, sequence: TokenSequence) -> StepError:
+    return StepError(f"the model's logits are not finite (step {step}, position {len(sequence.tokens)})")
 
 
 def adjusted(row: Array, sequence: TokenSequence) -> Array:

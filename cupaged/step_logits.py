@@ -33,8 +33,8 @@ class StepLogits:
         return self._device.ops.broken_rows(self._array)
 
     def sample(self, settings: SampleRows) -> Sequence[int]:
-        """A token for each row, from the logits as they are."""
-        return self._device.ops.sample(self._array, settings)
+        """A token for each row, from the logits as they are; -1 for a row with NaN or infinity."""
+        return self._device.ops.sample(self._array, settings, checked=True)
 
     def sample_from(self, rows: Sequence[Array], settings: SampleRows) -> Sequence[int]:
         """A token for each of some rows [V] on the host: `host`'s, or adjusted copies."""

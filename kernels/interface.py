@@ -265,8 +265,11 @@ class Operations(Protocol):
         """Copy whole blocks, all layers, frame to frame in pool 0. Destinations are distinct and no source is one."""
         ...
 
-    def sample(self, logits: Array, rows: SampleRows) -> Sequence[int]:
-        """A token id per row of logits [R, V] float32: `reference/sampling.py` is the contract, step by step."""
+    def sample(self, logits: Array, rows: SampleRows, checked: bool = False) -> Sequence[int]:
+        """A token id per row of logits [R, V] float32: `reference/sampling.py` is the contract, step by step.
+
+        checked: a row that holds NaN or infinity gives -1. Otherwise there must be no NaN and a finite maximum.
+        """
         ...
 
     def broken_rows(self, logits: Array) -> Array | None:

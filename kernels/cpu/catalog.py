@@ -26,7 +26,7 @@ ONCE = {
     ),
     "attention": ("attention_merge",),
     "quant_rows": ("quantise_rows", "quantise_rows_precisely"),
-    "sampling": ("sample",),
+    "sampling": ("sample", "finite"),
     "team": ("team_worker", "team_submit", "run_alone"),
 }
 # Kernels that are built for each of several kinds: group -> (kinds, home -> names). A kernel is called name_kind.

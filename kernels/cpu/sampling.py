@@ -28,8 +28,10 @@ from cupaged.kernels.cpu.emit import (
     I32,
     I64,
     LANES,
+    VI,
     Emitter,
     like,
+    load32,
     load64,
     load_float,
     primitive,
@@ -204,6 +206,36 @@ def _first_best(logits, size, maxima, groups):  # type: ignore[no-untyped-def]
     return i
 
 
+@primitive(2, types.int64)
+def greatest_bits(e: Emitter, address: Any, vectors: Any) -> Any:
+    """The greatest of 16 * `vectors` floats without their signs, as bits: from 0x7F800000 on one is not finite."""
+    b = e.b
+    bigger = lambda x, y: b.select(b.icmp_signed(">", x, y), x, y)  # noqa: E731
+
+    def body(i: Any, state: list[Any]) -> list[Any]:
+        bits = b.and_(e.load(e.add(address, e.mul(i, 4 * LANES)), VI, 4), like(VI, 0x7FFFFFFF))
+        return [bigger(bits, state[0])]
+
+    return b.zext(e.first(e.reduce(e.loop(vectors, [e.zero(VI)], body)[0], bigger)), I64)
+
+
+@njit(types.int64(*[types.int64] * 2), **OPTIONS)
+def _is_finite(logits, size):  # type: ignore[no-untyped-def]
+    """Whether no logit is NaN or an infinity, 0 or 1."""
+    whole = size // LANES
+    top = greatest_bits(logits, whole)
+    for i in range(whole * LANES, size):
+        top = max(top, load32(logits + 4 * i) & 0x7FFFFFFF)
+    return 1 if top < 0x7F800000 else 0
+
+
+@njit(KERNEL, **OPTIONS)
+def finite(op, chunk, _thread):  # type: ignore[no-untyped-def]
+    """Record: logits, V, out (int64): 1, or 0 for a row with NaN or infinity. Chunk: a row."""
+    size = load64(op + 24)
+    store64(load64(op + 32) + chunk * 8, _is_finite(load64(op + 16) + chunk * size * 4, size))
+
+
 @njit(types.float64(*[types.int64] * 4, types.float64, types.float64), **OPTIONS)
 def _weigh(logits, size, weights, sums, peak, temperature):  # type: ignore[no-untyped-def]
     """All weights and their sums by groups; returns the sum of these."""
@@ -263,7 +295,7 @@ def _walk(weights, size, sums, groups, threshold, best):  # type: ignore[no-unty
 @njit(KERNEL, **OPTIONS)
 def sample(op, chunk, thread):  # type: ignore[no-untyped-def]
     """Record: logits, V, settings (5 float64 a row: temperature, top_k, top_p, min_p, u), out (int64), scratch,
-    scratch bytes a thread (`operations.sample_scratch`). Chunk: a row.
+    scratch bytes a thread (`operations.sample_scratch`), whether rows are checked (-1: not finite). Chunk: a row.
 
     Scratch, G = V / 64 + 1: weights V f64, histogram f64, sums G f64, kept weights V f64, kept ids V i64, kept logits
     V f32, maxima G f32.
@@ -272,6 +304,9 @@ def sample(op, chunk, thread):  # type: ignore[no-untyped-def]
     logits = load64(op + 16) + chunk * size * 4
     settings = load64(op + 32) + chunk * 40
     out = load64(op + 40) + chunk * 8
+    if load64(op + 64) != 0 and _is_finite(logits, size) == 0:
+        store64(out, -1)
+        return
     room = size // GROUP + 1
     weights = load64(op + 48) + thread * load64(op + 56)
     histogram = weights + 8 * size

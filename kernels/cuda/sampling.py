@@ -33,16 +33,19 @@ class Sampling:
 
     def broken_rows(self, logits: Array) -> Array | None:
         """bool [R] on the host: rows of logits [R, V] float32 that hold NaN or infinity; None if there are none."""
-        count, vocabulary = logits.shape
         contiguous("logits", logits, logits.shape)
-        if not count:
+        if not len(logits):
             return None
-        flags = self._backend.empty((count,), np.int32)
-        self._launch("sample.cu", "sample_broken", (count,), 256, {}, logits=logits, flags=flags, vocabulary=vocabulary)
-        broken = self._backend.download(flags) != 0
+        broken = self._backend.download(self._broken_flags(logits)) != 0
         return broken if broken.any() else None
 
-    def sample(self, logits: Array, rows: SampleRows) -> list[int]:
+    def _broken_flags(self, logits: Array) -> Array:
+        count, vocabulary = logits.shape
+        flags = self._backend.empty((count,), np.int32)
+        self._launch("sample.cu", "sample_broken", (count,), 256, {}, logits=logits, flags=flags, vocabulary=vocabulary)
+        return flags
+
+    def sample(self, logits: Array, rows: SampleRows, checked: bool = False) -> list[int]:
         """A token id per row of logits [R, V] float32, as `reference/sampling.py` says.
 
         Sums are float64 in a fixed order of their own: the same token unless the draw lies within a relative 1e-12 or
@@ -77,7 +80,11 @@ class Sampling:
                 logits=logits[some], weights=weights, best=best[some], settings=own, tokens=tokens[some],
                 vocabulary=vocabulary,
             )  # fmt: skip
-        return [int(token) for token in self._backend.download(tokens)]
+        flags = self._broken_flags(logits) if checked else None
+        chosen = [int(token) for token in self._backend.download(tokens)]
+        if flags is None:
+            return chosen
+        return [-1 if flag else token for token, flag in zip(chosen, self._backend.download(flags), strict=True)]
 
 
 def pack_settings(rows: SampleRows, vocabulary: int) -> Array:

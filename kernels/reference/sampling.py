@@ -2,6 +2,7 @@
 
 For one row of logits l[0..V-1] (float32; without NaN, with a finite maximum M), in float64:
 
+0. If the rows are to be checked, one that holds NaN or an infinity gives -1.
 1. temperature < 1e-5: the lowest id of those with l = M. Nothing else is looked at.
 2. z = (l - M) / temperature, w = exp(z). (M first: no overflow at any temperature.)
 3. top_k, if 0 < k < V: the k largest l stay; of equal ones those with the lower id. (On l, not on w: small weights
@@ -35,16 +36,19 @@ def broken_rows(logits: Array) -> Array | None:
     return broken if broken.any() else None
 
 
-def sample(logits: Array, rows: SampleRows) -> list[int]:
+def sample(logits: Array, rows: SampleRows, checked: bool = False) -> list[int]:
     """A token id per row of logits [R, V] float32, as the module's docstring says.
 
     Settings are those of `SampleRows`, R each (KernelError otherwise), and are not checked here: `SamplingParams` did.
-    The caller has made sure that each row has no NaN and a finite maximum.
+    Unless the rows are `checked` here, the caller has made sure that each has no NaN and a finite maximum.
     """
     for name in SampleRows.__slots__:
         if len(getattr(rows, name)) != len(logits):
             raise KernelError(f"rows.{name}: {len(getattr(rows, name))} values for {len(logits)} rows of logits")
-    return [_sample_row(row, rows, index) for index, row in enumerate(logits)]
+    broken = broken_rows(logits) if checked else None
+    if broken is None:
+        return [_sample_row(row, rows, index) for index, row in enumerate(logits)]
+    return [-1 if broken[index] else _sample_row(row, rows, index) for index, row in enumerate(logits)]
 
 
 def _sample_row(logits: Array, rows: SampleRows, index: int) -> int:

@@ -263,7 +263,7 @@ def test_samples_end_one_by_one_and_give_their_blocks_back_at_once(tmp_path: Pat
 def by_index(engine: Any, tokens_of: Any) -> None:
     """Have each sample write its own tokens; all take the first from the prompt's last row, so that one is shared."""
 
-    def scripted(logits: Any, rows: Any) -> list[int]:
+    def scripted(logits: Any, rows: Any, checked: bool = False) -> list[int]:
         tokens = []
         for index, position in zip(rows.sample, rows.position, strict=True):
             own = tokens_of(index)

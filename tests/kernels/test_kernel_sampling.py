@@ -268,3 +268,12 @@ def test_rows_that_are_not_finite_are_found(ops: Any, vocabulary: int) -> None:
     assert ops.broken_rows(logits) is None
     logits[1, -1], logits[3, 0], logits[4, vocabulary // 2] = np.nan, -np.inf, np.inf
     assert list(ops.broken_rows(logits)) == [False, True, False, True, True]
+    for temperature in (0.0, 1.0):
+        settings = rows_of(*[{"temperature": temperature, "seed": 5}] * 5)
+        tokens = [int(token) for token in ops.sample(logits, settings, checked=True)]
+        assert [token < 0 for token in tokens] == [False, True, False, True, True]
+        whole = np.where(np.isfinite(logits), logits, np.float32(0))
+        assert tokens[0] == ops.sample(whole, settings)[0] and tokens[2] == ops.sample(whole, settings)[2]
+    masked = np.full((1, vocabulary + 1), -np.inf, np.float32)
+    masked[0, vocabulary] = -3
+    assert list(ops.sample(masked, rows_of({"temperature": 1.0}))) == [vocabulary]  # what is ruled out may be -inf
