@@ -51,7 +51,8 @@ lint: $(TESTABLE)
 
 # From the checkout, by $(VENV) or by whichever Python has CuPy: nothing is installed, which would take a network.
 gpu-check:
-	@PYTHONPATH="$(CURDIR)" $(or $(wildcard $(BIN)/python),$(PYTHON),python3) -m cupaged.bench.gpu_check --out "$(OUT)" $(GPU_CHECK_ARGS)
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(wildcard $(BIN)/python),$(PYTHON),python3) \
+	-m cupaged.bench.gpu_check --out "$(OUT)" $(GPU_CHECK_ARGS)
 
 sizes: $(VENV)/.made
 	@rm -rf build

@@ -17,6 +17,25 @@ from cupaged.kernels.interface import STORAGE_BYTES
 KINDS = ("float16", "bfloat16", "Q8_0", "Q4_0", "Q4_K")
 
 
+class Kept:
+    """A WeightSource whose numbers are made once and packed often."""
+
+    def __init__(self, source: RandomWeights) -> None:
+        self.shape, self.dtype = source.shape, source.dtype
+        self._blocks = source.blocks(0, source.shape[0])
+        self._values = source.float32(0, source.shape[0]) if self._blocks is None else None
+
+    def float32(self, start: int, stop: int) -> Any:
+        return None if self._values is None else self._values[start:stop]
+
+    def blocks(self, start: int, stop: int) -> Any:
+        return None if self._blocks is None else self._blocks[start:stop]
+
+    @property
+    def parts(self) -> tuple[Kept]:
+        return (self,)
+
+
 def library_rate(device: CudaDevice, sizes: Sizes) -> float | None:
     """Operations a second of cuBLAS on float16 numbers: a chunk's rows by a square matrix. None without cuBLAS."""
     if not device.runtime.has_gemm:
@@ -45,7 +64,7 @@ def product_rows(device: CudaDevice, sizes: Sizes) -> Iterator[Row]:
             continue
         quantised = kind not in STORAGE_BYTES
         kept: Any = "quantised" if quantised else kind
-        source = RandomWeights((outputs, inputs), kind if quantised else "F32")
+        source = Kept(RandomWeights((outputs, inputs), kind if quantised else "F32"))
         weights = [device.ops.matrix(source, kept)]
         copies = max(1, min(16, sizes.far // weights[0].nbytes))
         weights += [device.ops.matrix(source, kept) for _ in range(copies - 1)]
