@@ -104,11 +104,12 @@ def test_the_speed_of_prompts_is_that_of_work_done() -> None:
         speed_is_that_of_work_done(seed)
 
 
-def test_M12_logits_that_are_not_finite_end_their_request_alone() -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_M12_logits_that_are_not_finite_end_their_request_alone(sampled: bool) -> None:
     """A block of one request becomes NaN; the host learns of it from a flag, and the others' tokens are the CPU's."""
     jobs, whole, _ = on_the_cpu("llama", 0)
     alone = {name: job for name, job in jobs.items() if not job.params.picks and job.aborted is None}
-    victim = next(iter(alone))
+    victim = next(name for name, job in alone.items() if (job.params.temperature > 0) == sampled)
     with cuda_llm(DATA / "llama", StreamDouble(3)) as llm:
         engine = llm.engine
         for name, job in alone.items():

@@ -8,7 +8,9 @@ arrays for work that is under way is taken out in turn: then some seed fails. Un
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_scripts import SCRIPTS
@@ -21,6 +23,7 @@ import cupaged.engine
 import cupaged.forward
 import cupaged.kernels.cuda.backend
 import cupaged.swap
+from cupaged.memory import BlockManager
 
 FILES = (
     cupaged.device.cuda, cupaged.device.cuda_capture, cupaged.kernels.cuda.backend, cupaged.swap, cupaged.engine,
@@ -58,7 +61,8 @@ def test_the_places_are_found() -> None:
     kinds = {(mutant.path.rsplit("/", 1)[1], mutant.kind) for mutant in MUTANTS}
     assert {("cuda.py", "no wait"), ("cuda.py", "not kept"), ("cuda.py", "done too early")} <= kinds
     assert {("backend.py", "no wait"), ("swap.py", "no wait"), ("engine.py", "no wait")} <= kinds
-    assert len(MUTANTS) >= 20
+    assert {("backend.py", "not noted"), ("swap.py", "not noted"), ("cuda_capture.py", "not kept")} <= kinds
+    assert len(MUTANTS) >= 25
 
 
 def test_no_other_file_waits_for_events() -> None:
@@ -72,6 +76,41 @@ def test_no_other_file_waits_for_events() -> None:
 def test_without_a_wait_or_a_keep_alive_some_seed_fails(mutant: Mutant) -> None:
     with applied(mutant):
         assert notices() is not None
+
+
+def blocks_on_their_way_are_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "settled", lambda self, tables: True)
+
+
+def frames_are_free_before_their_copy_is_done(patch: pytest.MonkeyPatch) -> None:
+    start = cupaged.swap.SwapEngine.start
+
+    def reported(self: Any, items: Any) -> None:
+        start(self, items)
+        for item, transfer in self._under_way:
+            self._under_way[self._under_way.index((item, transfer))] = (item, Done(transfer))
+
+    patch.setattr(cupaged.swap.SwapEngine, "start", reported)
+
+
+class Done:
+    """A transfer that says it is done."""
+
+    error = seconds = None
+
+    def __init__(self, transfer: Any) -> None:
+        self.event = transfer.event
+
+    def done(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("fault", [blocks_on_their_way_are_read, frames_are_free_before_their_copy_is_done])
+def test_what_the_engine_does_instead_of_waiting_is_needed(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert any(fails(seed) for seed in range(SEEDS))
 
 
 def test_what_a_mutant_changes_is_there_again() -> None:

@@ -56,7 +56,7 @@ def sample_select(
     for index, row in enumerate(_settings(settings, grid[0])):
         if row["temperature"] < sampling.GREEDY_BELOW:
             chosen[index] = best.view((grid[0],), np.int32)[index]
-        else:
+        elif np.isfinite(made[index]).all():  # of others the caller looks at no token
             chosen[index] = _drawn(rows[index], made[index], row)
 
 

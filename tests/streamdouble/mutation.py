@@ -17,11 +17,13 @@ from types import CodeType, FunctionType
 # Methods -> what becomes of a call: "wait" and "synchronize" block the host, or order a stream behind an event.
 KINDS = {"wait": "no wait", "synchronize": "no wait", "done": "done too early", "_keep": "not kept"}
 KEEPERS = ("_used", "_held")  # what is assigned to, so that arrays live on
+NOTES = ("copied", "_filling")  # where an event is noted that somebody waits for later
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`kind`: "no wait" (the call is left out), "done too early" (True whatever the event says), "not kept"."""
+    """`kind`: "no wait" (the call is left out), "done too early" (True whatever the event says), "not kept", or "not
+    noted" (None in place of the event)."""
 
     path: str
     line: int
@@ -46,8 +48,10 @@ def mutants(path: str | Path) -> list[Mutant]:
 def _kind(node: ast.AST) -> str | None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return KINDS.get(node.func.attr)
-    kept = any(_keeper(target) and _holds(value) for target, value in _pairs(node))
-    return "not kept" if kept else None
+    pairs = _pairs(node)
+    if any(_noted(target) for target, _ in pairs):
+        return "not noted"
+    return "not kept" if any(_keeper(target) and _holds(value) for target, value in pairs) else None
 
 
 def _pairs(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
@@ -70,6 +74,11 @@ def _keeper(target: ast.expr) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in KEEPERS
 
 
+def _noted(target: ast.expr) -> bool:
+    place = target.value if isinstance(target, ast.Subscript) else target
+    return isinstance(place, ast.Attribute) and place.attr in NOTES
+
+
 class _Change(ast.NodeTransformer):
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -88,7 +97,11 @@ class _Change(ast.NodeTransformer):
             parts = ast.Tuple([node.func, *node.args], ast.Load())
             value = ast.Constant(self._mutant.kind == "done too early")
             return ast.Subscript(ast.List([value, parts], ast.Load()), ast.Constant(0), ast.Load())
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        if isinstance(node, ast.Assign) and self._mutant.kind == "not noted":
+            node.value = ast.Subscript(
+                ast.List([ast.Constant(None), node.value], ast.Load()), ast.Constant(0), ast.Load()
+            )
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             node.value.elts = [_emptied(v) if _keeper(t) else v for t, v in _pairs(node)]
         elif isinstance(node, ast.Assign | ast.AugAssign):
             node.value = _emptied(node.value)
