@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -146,6 +147,17 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(
     monkeypatch.setattr(driver, "find_card", missing)
     assert command.main([]) == 2
     assert capsys.readouterr() == ("", "cupaged: error: device 'cuda': no driver; install one\n")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_gpu_check_ends_at_once_without_a_gpu(root: Path, tmp_path: Path) -> None:
+    if driver_works():
+        pytest.skip("this machine has a GPU")
+    given = [f"PYTHON={sys.executable}", f"VENV={tmp_path}/none", f"OUT={tmp_path}/check.json"]
+    done = subprocess.run(["make", "-C", str(root), "gpu-check", *given], capture_output=True, text=True, timeout=60)
+    line, *rest = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("cupaged: error: device 'cuda': ")
+    assert all("make" in each for each in rest) and list(tmp_path.iterdir()) == []
 
 
 def test_a_whole_check_writes_its_table_and_json(
