@@ -25,7 +25,7 @@ ONCE = {
         "copy_blocks",
     ),
     "attention": ("attention_merge",),
-    "quant_rows": ("quantise_rows", "quantise_rows_precisely"),
+    "quant_rows": ("quantise_rows",),
     "sampling": ("sample", "finite"),
     "team": ("team_worker", "team_submit", "run_alone"),
 }

@@ -25,9 +25,8 @@ from cupaged.kernels.cpu.emit import (
     store_float,
 )
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
-from cupaged.kernels.cpu.quant_layout import BLOCK, X_RECORD
-from cupaged.kernels.cpu.quant_rows import quantise_row
-from cupaged.kernels.cpu.vector_math import LOG2E, exp2, sqrt_float, sum_of_squares, tanh
+from cupaged.kernels.cpu.quant_rows import quantise
+from cupaged.kernels.cpu.vector_math import LOG2E, exp2_clamped, sqrt_float, sum_of_squares, tanh
 
 f32 = types.float32
 
@@ -83,41 +82,43 @@ def _norm_row(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
 @njit(KERNEL, **OPTIONS)
 def rms_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: x, weight, out, K, eps bits, residual (0: none), x stride, out stride (bytes), input records of the
-    quantised product that comes next (0: none). Chunk: a row."""
+    quantised product that comes next (0: none), whether precise ones, rows, rows a chunk. Chunk: some rows."""
     x, weight, out = load64(op + 16), load64(op + 24), load64(op + 32)
     n, eps, residual, records = load64(op + 40), as_float(load64(op + 48)), load64(op + 56), load64(op + 80)
-    x += chunk * load64(op + 64)
-    out += chunk * load64(op + 72)
-    if residual != 0:
-        r = residual + chunk * n * 4
-        _add_row(r, x, n)
-        x = r
-    _norm_row(x, weight, out, n, eps)
-    if records != 0:
-        blocks = n // BLOCK
-        quantise_row(out, blocks, records + chunk * blocks * X_RECORD)
+    precise, rows, step = load64(op + 88), load64(op + 96), load64(op + 104)
+    for row in range(chunk * step, min(rows, (chunk + 1) * step)):
+        source, target = x + row * load64(op + 64), out + row * load64(op + 72)
+        if residual != 0:
+            stream = residual + row * n * 4
+            _add_row(stream, source, n)
+            source = stream
+        _norm_row(source, weight, target, n, eps)
+        if records != 0:
+            quantise(target, n, records, row, precise)
 
 
 @njit(KERNEL, **OPTIONS)
 def head_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: x, weight, heads, D, eps bits, token stride (bytes). Chunk: a token."""
+    """Record: x, weight, heads, D, eps bits, token stride (bytes), tokens, tokens a chunk. Chunk: some tokens."""
     x, weight, heads, dim = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
-    eps = as_float(load64(op + 48))
-    x += chunk * load64(op + 56)
-    for h in range(heads):
-        _norm_row(x + h * dim * 4, weight, x + h * dim * 4, dim, eps)
+    eps, tokens, step = as_float(load64(op + 48)), load64(op + 64), load64(op + 72)
+    for token in range(chunk * step, min(tokens, (chunk + 1) * step)):
+        row = x + token * load64(op + 56)
+        for h in range(heads):
+            _norm_row(row + h * dim * 4, weight, row + h * dim * 4, dim, eps)
 
 
 @njit(KERNEL, **OPTIONS)
 def rope(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: x, positions (int32), table, heads, D, R, token stride (bytes). Chunk: a token. Pairs (i, i + R/2)."""
+    """Record: x, positions (int32), table, heads, D, R, token stride (bytes), tokens, tokens a chunk. Chunk: some
+    tokens. Pairs (i, i + R/2)."""
     x, positions, table = load64(op + 16), load64(op + 24), load64(op + 32)
     heads, dim, rotary = load64(op + 40), load64(op + 48), load64(op + 56)
-    x += chunk * load64(op + 64)
-    row = table + load32(positions + 4 * chunk) * rotary * 4
-    half = rotary // 2
-    for h in range(heads):
-        _rotate_row(x + h * dim * 4, row, row + half * 4, half)
+    tokens, step, half = load64(op + 72), load64(op + 80), load64(op + 56) // 2
+    for token in range(chunk * step, min(tokens, (chunk + 1) * step)):
+        row, angles = x + token * load64(op + 64), table + load32(positions + 4 * token) * rotary * 4
+        for h in range(heads):
+            _rotate_row(row + h * dim * 4, angles, angles + half * 4, half)
 
 
 @primitive(1, f32, [f32])
@@ -135,7 +136,7 @@ def _activation(kind: str) -> Any:
         def act(x: Any) -> Any:
             ty = x.type
             if kind == "silu":
-                return b.fdiv(x, b.fadd(like(ty, 1.0), exp2(e, b.fmul(b.fneg(x), like(ty, _LOG2E)))))
+                return b.fdiv(x, b.fadd(like(ty, 1.0), exp2_clamped(e, b.fmul(x, like(ty, -_LOG2E)))))
             if kind == "gelu_tanh":
                 cubic = e.fma(b.fmul(b.fmul(like(ty, _single(0.044715)), x), x), x, x)
                 grown = tanh(e, b.fmul(like(ty, _single(0.7978845608028654)), cubic))
@@ -168,24 +169,23 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 @njit(KERNEL, **OPTIONS)
 def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), input records of the quantised product
-    that comes next (0: none). Chunk: a row."""
-    gate, out, n, kind = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
-    records = load64(op + 48)
-    gate += chunk * n * 8
-    out += chunk * n * 4
-    up = gate + n * 4
-    if kind == 0:
-        _silu(gate, up, out, n)
-    elif kind == 1:
-        for i in range(n):
-            store_float(out + 4 * i, _gelu(load_float(gate + 4 * i)) * load_float(up + 4 * i))
-    elif kind == 2:
-        _gelu_tanh(gate, up, out, n)
-    else:
-        _relu(gate, up, out, n)
-    if records != 0:
-        blocks = n // BLOCK
-        quantise_row(out, blocks, records + chunk * blocks * X_RECORD)
+    that comes next (0: none), whether precise ones, rows, rows a chunk. Chunk: some rows."""
+    n, kind, records, precise = load64(op + 32), load64(op + 40), load64(op + 48), load64(op + 56)
+    rows, step = load64(op + 64), load64(op + 72)
+    for row in range(chunk * step, min(rows, (chunk + 1) * step)):
+        gate, out = load64(op + 16) + row * n * 8, load64(op + 24) + row * n * 4
+        up = gate + n * 4
+        if kind == 0:
+            _silu(gate, up, out, n)
+        elif kind == 1:
+            for i in range(n):
+                store_float(out + 4 * i, _gelu(load_float(gate + 4 * i)) * load_float(up + 4 * i))
+        elif kind == 2:
+            _gelu_tanh(gate, up, out, n)
+        else:
+            _relu(gate, up, out, n)
+        if records != 0:
+            quantise(out, n, records, row, precise)
 
 
 @njit(KERNEL, **OPTIONS)
@@ -206,17 +206,18 @@ def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
 
 def write_kv(kind: str) -> Any:
     """K/V of a token into its slot. Record: key, value, token strides (bytes), slots (int64), pool, KV heads, D,
-    block size, block stride, layer offset, kv stride, head stride, k_row, k_column (elements). Chunk: a token."""
+    block size, block stride, layer offset, kv stride, head stride, k_row, k_column (elements), tokens, tokens a chunk.
+    Chunk: some tokens."""
     store = STORE[kind]
     size = SIZE[kind]
 
-    @njit(KERNEL, **OPTIONS)
-    def write_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
-        slot = load64(load64(op + 48) + 8 * chunk)
+    @njit(types.void(types.int64, types.int64), **OPTIONS)
+    def write_token(op, token):  # type: ignore[no-untyped-def]
+        slot = load64(load64(op + 48) + 8 * token)
         if slot < 0:  # a padding row
             return
-        key = load64(op + 16) + chunk * load64(op + 32)
-        value = load64(op + 24) + chunk * load64(op + 40)
+        key = load64(op + 16) + token * load64(op + 32)
+        value = load64(op + 24) + token * load64(op + 40)
         heads, dim, block_size = load64(op + 64), load64(op + 72), load64(op + 80)
         block, offset = slot // block_size, slot % block_size
         base = load64(op + 56) + (block * load64(op + 88) + load64(op + 96)) * size
@@ -229,6 +230,12 @@ def write_kv(kind: str) -> Any:
                 store(k + d * k_row * size, load_float(key + source + d * 4))
             for d in range(dim):
                 store(v + d * size, load_float(value + source + d * 4))
+
+    @njit(KERNEL, **OPTIONS)
+    def write_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
+        tokens, step = load64(op + 136), load64(op + 144)
+        for token in range(chunk * step, min(tokens, (chunk + 1) * step)):
+            write_token(op, token)
 
     return write_kernel
 

@@ -128,16 +128,16 @@ class CpuOperations:
         records = self._scratch_address("inputs", rows * record_bytes)
         captured = self.team.capturing
         producer = (captured, 0 if captured is None else captured.count, x, stride, rows, cols)
-        if captured is not None and not precise and self._producer == producer:
-            captured.array[captured.count - 1, 2 + self._producer_argument] = records
+        if captured is not None and self._producer == producer:
+            argument = 2 + self._producer_argument
+            captured.array[captured.count - 1, argument : argument + 2] = records, precise
             return records, record_bytes
-        step = max(1, min(16, rows // (4 * self.team.threads)))
-        name = "quantise_rows_precisely" if precise else "quantise_rows"
-        self.team.launch(name, -(-rows // step), x, stride, cols, records, rows, step)
+        self._launch_rows("quantise_rows", rows, x, stride, cols, records, precise)
         return records, record_bytes
 
     def _note_producer(self, out: int, stride: int, rows: int, cols: int, argument: int) -> None:
-        """The operation just captured made rows of floats, and could quantise them as well: its argument for that.
+        """The operation just captured made rows of floats, and could quantise them as well: its argument for that, and
+        the one after it for whether precisely.
 
         If the next operation is a product with these rows, it asks for it: a barrier less, and the floats are still in
         the cache. Run at once, not captured, the two are two operations, with the same bits.
@@ -172,6 +172,11 @@ class CpuOperations:
 
     # -- elementwise
 
+    def _launch_rows(self, name: str, rows: int, *arguments: int) -> None:
+        """Rows are taken several at a time, where there are many: memory is read in longer runs."""
+        step = max(1, min(16, rows // (4 * self.team.threads)))
+        self.team.launch(name, -(-rows // step), *arguments, rows, step)
+
     def take_rows(self, x: Array, rows: Array, out: Array) -> None:
         arguments = (contiguous("x", x), contiguous("rows", rows, np.int32), contiguous("out", out), out.shape[1])
         self.team.launch("take_rows", len(out), *arguments)
@@ -180,22 +185,22 @@ class CpuOperations:
         (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
-        self.team.launch("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0)
+        self._launch_rows("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0, 0)
         self._note_producer(out_at, out_stride, x.shape[0], x.shape[1], 8)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
         weight_at = contiguous("weight", weight)
-        self.team.launch("head_norm", x.shape[0], x_at, weight_at, x.shape[1], x.shape[2], float_bits(eps), stride)
+        self._launch_rows("head_norm", x.shape[0], x_at, weight_at, x.shape[1], x.shape[2], float_bits(eps), stride)
 
     def rope(self, x: Array, positions: Array, table: Array) -> None:
         x_at, stride = row_address("x", x)
         tables = (contiguous("positions", positions, np.int32), contiguous("table", table))
-        self.team.launch("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
+        self._launch_rows("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
 
     def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
         gate_at, out_at, (rows, cols) = contiguous("gate_up", gate_up), contiguous("out", out), out.shape
-        self.team.launch("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 0)
+        self._launch_rows("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 0, 0)
         self._note_producer(out_at, 4 * cols, rows, cols, 4)
 
     def add(self, x: Array, y: Array) -> None:
@@ -207,7 +212,7 @@ class CpuOperations:
     def write_kv(self, key: Array, value: Array, cache: KVView, layer: int, slots: Array) -> None:
         (key_at, key_stride), (value_at, value_stride) = row_address("key", key), row_address("value", value)
         k_row, k_column = _k_strides(cache)
-        self.team.launch(
+        self._launch_rows(
             f"write_kv_{cache.dtype}", key.shape[0],
             key_at, value_at, key_stride, value_stride, contiguous("slots", slots, np.int64), address(cache.pools[0]),
             cache.num_kv_heads, cache.head_dim, cache.block_size, cache.block_stride, layer * cache.layer_stride,

@@ -11,10 +11,11 @@ takes together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
 
 from cupaged.kernels.cpu.emit import F32, I8, I32, VF, VI, Emitter, like, load64, primitive
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
@@ -34,35 +35,59 @@ _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
+def _pick(e: Emitter, v: Any, w: Any, lanes: list[int]) -> Any:
+    return e.b.shuffle_vector(v, w, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def _fold(e: Emitter, v: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined, one half with the other: order is of no account, and narrow vectors are cheap."""
+    while v.type.count > 1:
+        half = v.type.count // 2
+        v = combine(_pick(e, v, v, list(range(half))), _pick(e, v, v, list(range(half, 2 * half))))
+    return e.first(v)
+
+
+def _sums(e: Emitter, v: Any, w: Any) -> tuple[Any, Any]:
+    """The sums of two vectors of 16 integers."""
+    half = [e.b.add(_pick(e, x, x, list(range(8))), _pick(e, x, x, list(range(8, 16)))) for x in (v, w)]
+    both = e.b.add(
+        _pick(e, half[0], half[1], [0, 1, 2, 3, 8, 9, 10, 11]), _pick(e, half[0], half[1], [4, 5, 6, 7, 12, 13, 14, 15])
+    )
+    both = e.b.add(_pick(e, both, both, [0, 1, 4, 5]), _pick(e, both, both, [2, 3, 6, 7]))
+    both = e.b.add(_pick(e, both, both, [0, 2]), _pick(e, both, both, [1, 3]))
+    return e.first(both), e.b.extract_element(both, ir.Constant(I32, 1))
+
+
 def _scales(e: Emitter, values: list[Any]) -> tuple[Any, Any]:
     """(127 / max|x|, max|x| / 127) of a block in two vectors, as scalars."""
     b = e.b
     # Magnitudes as integers: NaN is then greater than infinity, and infinity than all else.
     sizes = [b.and_(b.bitcast(value, VI), like(VI, 0x7FFFFFFF)) for value in values]
     bigger = lambda p, q: b.select(b.icmp_signed(">", p, q), p, q)  # noqa: E731
-    largest = e.first(e.reduce(bigger(*sizes), bigger))
+    largest = _fold(e, bigger(*sizes), bigger)
     size = b.bitcast(largest, F32)
     finite = b.icmp_signed("<", largest, ir.Constant(I32, 0x7F800000))
     some = b.fcmp_ordered(">=", size, ir.Constant(F32, TINY))
     used = b.select(b.and_(finite, some), size, ir.Constant(F32, 1.0))
-    zero = ir.Constant(F32, 0.0)
-    inverse = b.select(some, b.fdiv(ir.Constant(F32, 127.0), used), zero)
-    scale = b.select(some, b.fdiv(used, ir.Constant(F32, 127.0)), zero)
+    four, zero = ir.VectorType(F32, 4), ir.Constant(F32, 0.0)
+    above = b.insert_element(ir.Constant(four, [127.0, 1.0, 1.0, 1.0]), used, ir.Constant(I32, 1))
+    below = b.insert_element(ir.Constant(four, [1.0, 127.0, 1.0, 1.0]), used, ir.Constant(I32, 0))
+    both = b.fdiv(above, below)  # one division takes as long as four
+    inverse = b.select(some, e.first(both), zero)
+    scale = b.select(some, b.extract_element(both, ir.Constant(I32, 1)), zero)
     return inverse, b.select(finite, scale, ir.Constant(F32, float("nan")))
 
 
-def _round(e: Emitter, values: list[Any]) -> list[Any]:
-    """Integers of small floats; of NaN and large ones anything."""
-    b = e.b
-    return [b.sub(b.bitcast(b.fadd(value, like(VF, _ROUND)), VI), like(VI, _ROUND_BITS)) for value in values]
+def _put(e: Emitter, rounded: list[Any], record: Any) -> Any:
+    """Floats of integers + _ROUND -> the integers of a record and what takes offsets away; returns their sum.
 
-
-def _put(e: Emitter, integers: list[Any], record: Any) -> Any:
-    """The integers of a record and what takes offsets away; returns their sum."""
+    Of NaN and large ones come any integers.
+    """
     b = e.b
-    for half, vector in enumerate(integers):
+    bits = [b.bitcast(value, VI) for value in rounded]
+    for half, vector in enumerate(bits):  # the low byte of _ROUND_BITS is 0
         e.store(b.trunc(vector, ir.VectorType(I8, 16)), e.add(record, 16 * half), 16)
-    sums = [e.first(e.reduce(vector, b.add)) for vector in integers]
+    sums = [b.sub(total, ir.Constant(I32, 16 * _ROUND_BITS % 2**32)) for total in _sums(e, *bits)]
     total = b.add(*sums)
     for place, value, by in (
         (X_MINUS_8, total, -8), (X_MINUS_128, total, -128),
@@ -72,27 +97,23 @@ def _put(e: Emitter, integers: list[Any], record: Any) -> Any:
     return total
 
 
-def _put_scale(e: Emitter, scale: Any, total: Any, record: Any) -> None:
-    e.store(scale, e.add(record, X_SCALE), 4)
-    e.store(e.b.fmul(scale, e.b.sitofp(total, F32)), e.add(record, X_SUM), 4)
-
-
 def _quantise_block(e: Emitter, values: list[Any], record: Any, precise: bool) -> None:
     """32 float32 in two vectors -> a record, or two."""
-    b = e.b
+    b, magic = e.b, like(VF, _ROUND)
     inverse, scale = _scales(e, values)
     factor = e.splat(inverse)
     stretched = [b.fmul(value, factor) for value in values]
-    integers = _round(e, stretched)
-    total = _put(e, integers, record)
+    rounded = [b.fadd(value, magic) for value in stretched]
+    total = _put(e, rounded, record)
     if precise:
-        left = [b.fsub(value, b.sitofp(q, VF)) for q, value in zip(integers, stretched, strict=True)]
-        rest = _round(e, [b.fmul(value, like(VF, 256.0)) for value in left])
-        for limit, past in ((127, ">"), (-127, "<")):
-            rest = [b.select(b.icmp_signed(past, r, like(VI, limit)), like(VI, limit), r) for r in rest]
+        left = [b.fsub(value, b.fsub(near, magic)) for near, value in zip(rounded, stretched, strict=True)]
+        rest = [b.fadd(b.fmul(value, like(VF, 256.0)), magic) for value in left]
+        for limit, past in ((_ROUND + 127, "<"), (_ROUND - 127, ">")):
+            rest = [b.select(b.fcmp_ordered(past, r, like(VF, limit)), r, like(VF, limit)) for r in rest]
         total = b.add(b.shl(total, ir.Constant(I32, 8)), _put(e, rest, e.add(record, X_RECORD)))
         scale = b.fmul(scale, ir.Constant(F32, 1 / 256))
-    _put_scale(e, scale, total, record)
+    e.store(scale, e.add(record, X_SCALE), 4)
+    e.store(b.fmul(scale, b.sitofp(total, F32)), e.add(record, X_SUM), 4)
 
 
 def _quantise_row(precise: bool) -> Any:
@@ -114,19 +135,23 @@ def _quantise_row(precise: bool) -> Any:
 quantise_row, quantise_row_precisely = _quantise_row(False), _quantise_row(True)
 
 
+@njit(types.void(*[types.int64] * 5), **OPTIONS)
+def quantise(x, k, records, row, precise):  # type: ignore[no-untyped-def]
+    """The `k` floats at x -> the records of row `row`."""
+    blocks = k // BLOCK
+    if precise != 0:
+        quantise_row_precisely(x, blocks, records + row * blocks * 2 * X_RECORD)
+    else:
+        quantise_row(x, blocks, records + row * blocks * X_RECORD)
+
+
 @njit(KERNEL, **OPTIONS)
 def quantise_rows(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: x, x stride (bytes), K, out, rows, rows a chunk. Chunk: a group of rows."""
-    x, stride, blocks, out = load64(op + 16), load64(op + 24), load64(op + 32) // BLOCK, load64(op + 40)
-    rows, step = load64(op + 48), load64(op + 56)
+    """Record: x, x stride (bytes), K, out, whether precise, rows, rows a chunk. Chunk: a group of rows; of precise
+    records a row has twice as many."""
+    x, stride, k, out, precise = (
+        load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40), load64(op + 48),
+    )  # fmt: skip
+    rows, step = load64(op + 56), load64(op + 64)
     for row in range(chunk * step, min(rows, (chunk + 1) * step)):
-        quantise_row(x + row * stride, blocks, out + row * blocks * X_RECORD)
-
-
-@njit(KERNEL, **OPTIONS)
-def quantise_rows_precisely(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record as of `quantise_rows`; a row's records are twice as many."""
-    x, stride, blocks, out = load64(op + 16), load64(op + 24), load64(op + 32) // BLOCK, load64(op + 40)
-    rows, step = load64(op + 48), load64(op + 56)
-    for row in range(chunk * step, min(rows, (chunk + 1) * step)):
-        quantise_row_precisely(x + row * stride, blocks, out + row * blocks * 2 * X_RECORD)
+        quantise(x + row * stride, k, out, row, precise)

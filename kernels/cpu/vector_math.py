@@ -51,6 +51,21 @@ def exp2_weight(e: Emitter, x: Any) -> Any:
     return b.select(b.fcmp_unordered(">=", x, lo), b.fmul(p, power), like(ty, 0.0))
 
 
+def exp2_clamped(e: Emitter, x: Any) -> Any:
+    """2**x, of x clamped to [-126, 126]; of NaN anything. For sums that NaN, or 2^126, decides anyhow."""
+    b, ty = e.b, x.type
+    to_bits = like(ty, _TO_BITS)
+    y = e.maximum(like(ty, -126.0), x)
+    y = b.select(b.fcmp_ordered("<", y, like(ty, 126.0)), y, like(ty, 126.0))
+    shifted = b.fadd(y, to_bits)  # rounds to the nearest whole number
+    f = b.fsub(y, b.fsub(shifted, to_bits))
+    p = like(ty, _EXP2_HALF[0])
+    for c in (*_EXP2_HALF[1:], 1.0):
+        p = e.fma(p, f, like(ty, c))
+    power = b.bitcast(b.shl(b.bitcast(shifted, retype(ty, I32)), like(retype(ty, I32), 23)), ty)
+    return b.fmul(p, power)
+
+
 def tanh(e: Emitter, x: Any) -> Any:
     """tanh x = 1 - 2 / (1 + e^2x); absolute error about 1e-7, and 1 beyond |x| = 30."""
     b, ty = e.b, x.type
