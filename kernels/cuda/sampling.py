@@ -1,4 +1,4 @@
-"""Sampling on a GPU: settings packed for the kernels, and three launches for some rows at a time. See sample.cu."""
+"""Sampling on a GPU: settings packed for the kernels, and their launches: one if all rows are greedy. See sample.cu."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from cupaged.errors import KernelError
 from cupaged.kernels.cuda.arrays import contiguous
 from cupaged.kernels.cuda.launch import Backend, Launcher
 from cupaged.kernels.interface import Array, SampleRows
+from cupaged.kernels.reference.sampling import GREEDY_BELOW
 
 # Rows of sample.cu: `RowSettings`.
 SETTINGS = np.dtype(
@@ -36,14 +37,14 @@ class Sampling:
         contiguous("logits", logits, logits.shape)
         if not len(logits):
             return None
-        broken = self._backend.download(self._broken_flags(logits)) != 0
+        flags = self._backend.empty((len(logits),), np.int32)
+        self._flag(logits, flags)
+        broken = self._backend.download(flags) != 0
         return broken if broken.any() else None
 
-    def _broken_flags(self, logits: Array) -> Array:
+    def _flag(self, logits: Array, flags: Array) -> None:
         count, vocabulary = logits.shape
-        flags = self._backend.empty((count,), np.int32)
         self._launch("sample.cu", "sample_broken", (count,), 256, {}, logits=logits, flags=flags, vocabulary=vocabulary)
-        return flags
 
     def sample(self, logits: Array, rows: SampleRows, checked: bool = False) -> list[int]:
         """A token id per row of logits [R, V] float32, as `reference/sampling.py` says.
@@ -58,15 +59,27 @@ class Sampling:
         contiguous("logits", logits, logits.shape)
         if not count:
             return []
-        tokens = self._backend.empty((count,), np.int32)
-        best = self._backend.empty((count,), np.int32)
+        results = self._backend.empty((2, count), np.int32)  # tokens, and what is wrong with a row: one download
         maxima = self._backend.empty((count,), np.float32)
-        settings = self._backend.upload(pack_settings(rows, vocabulary).view(np.uint8))
-        step = max(1, min(count, WEIGHT_BYTES // (8 * vocabulary)))
-        weights = self._backend.empty((step * vocabulary,), np.float64)
+        greedy = max(rows.temperature) < GREEDY_BELOW
+        best = results[0] if greedy else self._backend.empty((count,), np.int32)
         self._launch(
             "sample.cu", "sample_max", (count,), 256, {}, logits=logits, best=best, maxima=maxima, vocabulary=vocabulary
         )
+        if not greedy:
+            self._draw(logits, rows, best, maxima, results[0])
+        if not checked:
+            return [int(token) for token in self._backend.download(results[0])]
+        self._flag(logits, results[1])
+        tokens, flags = self._backend.download(results)
+        return [-1 if flag else int(token) for token, flag in zip(tokens, flags, strict=True)]
+
+    def _draw(self, logits: Array, rows: SampleRows, best: Array, maxima: Array, tokens: Array) -> None:
+        """Of each row `best`, or what is drawn by its settings; some rows at a time."""
+        count, vocabulary = logits.shape
+        settings = self._backend.upload(pack_settings(rows, vocabulary).view(np.uint8))
+        step = max(1, min(count, WEIGHT_BYTES // (8 * vocabulary)))
+        weights = self._backend.empty((step * vocabulary,), np.float64)
         for first in range(0, count, step):
             some = slice(first, min(first + step, count))
             own = settings[first * SETTINGS.itemsize :]
@@ -80,11 +93,6 @@ class Sampling:
                 logits=logits[some], weights=weights, best=best[some], settings=own, tokens=tokens[some],
                 vocabulary=vocabulary,
             )  # fmt: skip
-        flags = self._broken_flags(logits) if checked else None
-        chosen = [int(token) for token in self._backend.download(tokens)]
-        if flags is None:
-            return chosen
-        return [-1 if flag else token for token, flag in zip(chosen, self._backend.download(flags), strict=True)]
 
 
 def pack_settings(rows: SampleRows, vocabulary: int) -> Array:
