@@ -150,6 +150,14 @@ def pressed(setting: Setting, jobs: dict[str, Job] | None = None) -> Pressed:
     return Pressed(result, met, gpu)
 
 
+@lru_cache
+def on_the_double(folder: str, mix: int) -> Run:
+    """The same jobs, none aborted, with blocks for all: deterministic, everything at once."""
+    jobs = {name: Job(job.ids, job.params, job.arrives) for name, job in on_the_cpu(folder, mix)[0].items()}
+    with cuda_llm(DATA / folder, StreamDouble(0, "at once"), deterministic=True, kv_memory="8MiB") as llm:
+        return run(llm.engine, jobs)
+
+
 # Counters of `EngineStats` that are of interest.
 MET = (
     "forks", "copies", "reused_tokens", "preemptions", "preemptions_by_swap", "preemptions_by_recompute", "swapped_out",

@@ -20,6 +20,7 @@ from cuda_support import (
     assert_tokens_of_the_cpu,
     ended_amid_copies,
     on_the_cpu,
+    on_the_double,
     pressed,
     speed_is_that_of_work_done,
 )
@@ -44,12 +45,15 @@ def nothing_is_held(runs: list[Pressed]) -> None:
     [pytest.param(n, marks=[pytest.mark.slow] * (n >= DEFAULT)) for n in range(0, SEEDS, GROUP)],
 )
 def test_A19_tokens_are_those_of_the_cpu_under_memory_pressure(first: int) -> None:
-    """Eight seeds; between them everything happens that the memory manager can do."""
+    """Eight seeds; between them everything happens that the memory manager can do. A third of them is deterministic,
+    and has the logits, to the bit, of a run with blocks for all."""
     runs, met = [], Counter[str]()
     for seed in range(first, first + GROUP):
         setting = Setting.of(seed)
         ours = pressed(setting)
         assert_tokens_of_the_cpu(setting, ours.run)
+        if setting.options["deterministic"]:
+            assert_same_bits(ours.run, on_the_double(setting.folder, setting.mix))
         assert bool(ours.met["graphs"]) == setting.options["graphs"]
         runs.append(ours)
         met += ours.met

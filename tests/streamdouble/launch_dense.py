@@ -84,7 +84,8 @@ def matmul(
 ) -> None:  # fmt: skip
     made, taken = min(rows, grid[0] * OUTPUTS), min(count, grid[1] * defines["TOKENS"])
     weight = weight_rows(defines["FORMAT"], cols, slice(None), 0, made, quants, high, scales, deltas)
-    product = x.view((taken, cols), np.float32) @ weight.T
+    # Row by row, as a stack of products: the sums of a row then have one order, however many rows there are.
+    product = np.matmul(x.view((taken, 1, cols), np.float32), weight.T)[:, 0]
     out.view((taken, made), np.float32, (out_stride, 1))[...] = (
         product if bias is None else product + bias.view((made,), np.float32)
     )
