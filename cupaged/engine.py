@@ -221,8 +221,9 @@ class Engine:
             for request in plan.outgrown:
                 for sequence in request.live_sequences:
                     self._finish(sequence, "length", "kv_memory", [])
-            if plan.chunks:
-                self._run_chunks(plan.chunks)
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence.tables is not None]  # others failed just now
+            if chunks:
+                self._run_chunks(chunks)
         finally:
             # Whatever was not committed (an interrupt, a failing forward pass) is as if it had not been scheduled.
             for chunk in plan.chunks:
@@ -246,7 +247,11 @@ class Engine:
             own = [item for item in copies if item.group == group]
             if own:
                 pairs = ([frame_of(item.source) for item in own], [frame_of(item.destination) for item in own])
-                self.device.ops.copy_blocks(cache.view, *pairs)
+                try:
+                    self.device.ops.copy_blocks(cache.view, *pairs)
+                except Exception as error:
+                    for item in own:
+                        self._lose(item, error)
         for item in copies:
             self.manager.complete(item.ticket)
         self.swaps.start([item for item in items if not isinstance(item, CopyBlock)])
@@ -266,15 +271,19 @@ class Engine:
             return
         for item, error in self.swaps.finished():
             if error is not None:
-                for request in list(self._requests.values()):
-                    tables = [sequence.tables for sequence in request.live_sequences if sequence.tables is not None]
-                    if any(item.destination in each.tables[item.group].refs for each in tables):
-                        self._fail(request, StepError(f"a KV block could not be copied ({error})"))
+                self._lose(item, error)
             self.manager.complete(item.ticket)
         speed = self.swaps.speed
         self.scheduler.room.speeds = Speeds(
             speed.get("to_host"), speed.get("to_device"), self.passes.prefill_speed, self.device.unified
         )
+
+    def _lose(self, item: PlanItem, error: BaseException) -> None:
+        """A copy failed: requests that have its destination in their tables end."""
+        for request in list(self._requests.values()):
+            tables = [sequence.tables for sequence in request.live_sequences if sequence.tables is not None]
+            if any(item.destination in each.tables[item.group].refs for each in tables):
+                self._fail(request, StepError(f"a KV block could not be copied ({error})"))
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
         now = time.monotonic()

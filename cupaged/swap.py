@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cupaged.cache import PagedKVCache
 from cupaged.device.base import CopyStream, Device, Transfer
@@ -23,6 +24,20 @@ from cupaged.memory import PlanItem, SwapIn, SwapOut
 
 MAX_BYTES_UNDER_WAY = 256 << 20
 _SMOOTHING = 0.25  # weight of the newest copy in a measured speed
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A transfer that the device did not take."""
+
+    error: BaseException
+    seconds: float | None = None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
 
 
 class SwapEngine:
@@ -35,6 +50,7 @@ class SwapEngine:
         self.speed: dict[CopyStream, float] = {}  # bytes a second, measured; nothing before the first copy is done
         self._under_way: deque[tuple[PlanItem, Transfer]] = deque()
         self._filling: dict[tuple[int, int], Transfer] = {}  # (group, block) -> the swap that fills it
+        self._spoilt: dict[int, BaseException] = {}  # ticket of a swap under way -> why what it reads is not there
 
     @property
     def busy(self) -> bool:
@@ -42,25 +58,36 @@ class SwapEngine:
         return bool(self._under_way)
 
     def start(self, items: Sequence[PlanItem]) -> None:
-        """Issue swaps, in order. Blocks only while more than `limit` bytes are under way."""
-        compute = self.device.record("compute") if items else None
+        """Issue swaps, in order. Blocks only while more than `limit` bytes are under way.
+
+        Never raises: a swap that the device refuses is one that `finished` returns with its error.
+        """
         waits: set[CopyStream] = set()
         for item in items:
-            stream: CopyStream = "to_host" if isinstance(item, SwapOut) else "to_device"
-            assert isinstance(item, SwapOut | SwapIn) and compute is not None
-            if stream not in waits:
-                self.device.wait(stream, compute)
-                waits.add(stream)
-            cache = self.caches[item.group]
-            while (pending := self._bytes_pending()) and pending + cache.bytes_per_block > self.limit:
-                self.wait()
-            earlier = self._filling.get((item.group, item.source))
-            if earlier is not None:
-                self.device.wait(stream, earlier)
-            pairs = list(zip(cache.pieces(item.source), cache.pieces(item.destination), strict=True))
-            transfer = self.device.copy(stream, pairs)
+            try:
+                transfer = self._issue(item, waits)
+            except Exception as error:
+                transfer = Refused(error)
             self._under_way.append((item, transfer))
             self._filling[item.group, item.destination] = transfer
+
+    def _issue(self, item: PlanItem, waits: set[CopyStream]) -> Transfer:
+        """waits: streams that wait already for the compute issued before these swaps."""
+        assert isinstance(item, SwapOut | SwapIn)
+        stream: CopyStream = "to_host" if isinstance(item, SwapOut) else "to_device"
+        if stream not in waits:
+            self.device.wait(stream, self.device.record("compute"))
+            waits.add(stream)
+        cache = self.caches[item.group]
+        while (pending := self._bytes_pending()) and pending + cache.bytes_per_block > self.limit:
+            self.wait()
+        earlier = self._filling.get((item.group, item.source))
+        if earlier is not None:
+            if earlier.done() and earlier.error is not None:
+                raise earlier.error
+            self.device.wait(stream, earlier)
+        pairs = list(zip(cache.pieces(item.source), cache.pieces(item.destination), strict=True))
+        return self.device.copy(stream, pairs)
 
     def finished(self) -> list[tuple[PlanItem, BaseException | None]]:
         """Swaps that are done since the last call, each with what went wrong, or None. Never blocks."""
@@ -71,10 +98,15 @@ class SwapEngine:
                 waiting.append((item, transfer))
                 continue
             size = self.caches[item.group].bytes_per_block
-            del self._filling[item.group, item.destination]
-            if transfer.error is None and transfer.seconds:
+            self._filling.pop((item.group, item.destination), None)
+            error = self._spoilt.pop(item.ticket, transfer.error)
+            if error is None and transfer.seconds:
                 self._measure("to_host" if isinstance(item, SwapOut) else "to_device", size / transfer.seconds)
-            ended.append((item, transfer.error))
+            if error is not None:
+                for later, _ in self._under_way:  # what reads that block on its way brings nothing, either
+                    if later.ticket > item.ticket and (later.group, later.source) == (item.group, item.destination):
+                        self._spoilt[later.ticket] = error
+            ended.append((item, error))
         self._under_way = waiting
         return ended
 

@@ -13,7 +13,7 @@ from engine_support import Job, greedy, prompt, tiny
 from recording import alone, run
 
 from cupaged import LLM, SamplingParams
-from cupaged.errors import RequestError
+from cupaged.errors import DeviceError, RequestError
 from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
 
@@ -165,3 +165,35 @@ def test_what_a_processor_raised_is_said_to_be_its() -> None:
     with tiny() as llm:
         (output,) = llm.generate([[5, 7]], SamplingParams(max_tokens=2, logits_processor=processor))
     assert output.error is not None and output.error.endswith("the logits_processor raised StopIteration")
+
+
+def test_a_copy_on_write_that_fails_ends_those_who_need_it_and_loses_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device refuses once is not written, so whoever would read it ends; the others go on, and all can begin
+    again."""
+    jobs = {
+        "plain": Job(prompt(20, 1), greedy(30)),
+        "many": Job(prompt(21, 2), greedy(30, n=3, temperature=0.9, seed=5)),
+    }
+    with tiny() as llm:
+        whole = run(llm.engine, jobs)
+    with tiny() as llm:
+        engine = llm.engine
+        copy_blocks, failed = engine.device.ops.copy_blocks, []
+
+        def failing(*arguments: Any) -> None:
+            if not failed:
+                failed.append(arguments)
+                raise DeviceError("the GPU's memory is used up")
+            copy_blocks(*arguments)
+
+        monkeypatch.setattr(engine.device.ops, "copy_blocks", failing)
+        outputs = run(engine, jobs).outputs
+        assert failed and outputs["plain"].token_ids == whole.outputs["plain"].token_ids
+        assert "a KV block could not be copied (the GPU's memory is used up)" in str(outputs["many"].error)
+        assert {each.finish_reason for each in outputs["many"].outputs} == {"error"}
+        engine.check_idle()
+        again = run(engine, {"again": jobs["many"]}).outputs["again"]
+        assert [each.token_ids for each in again.outputs] == [
+            each.token_ids for each in whole.outputs["many"].outputs
+        ]  # fmt: skip
+        engine.check_idle()

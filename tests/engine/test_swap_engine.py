@@ -326,3 +326,56 @@ def test_a_failing_copy_is_told_with_its_item(device: CpuDevice, monkeypatch: py
     ended = dict(swapped.settle())
     assert [str(ended[item]) for item in items] == ["None", "the link is down", "None"]
     assert not any(isinstance(item, SwapIn) for item in items)
+
+
+def test_what_reads_a_block_that_never_came_fails_with_it(
+    device: CpuDevice, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out, in and out again before anything is done, and the first copy fails: all three bring nothing."""
+    swapped = Swapped(device)
+    copy = host_stream.copy_array  # the gate's
+    number = 0
+
+    def failing(source: Any, target: Any) -> None:
+        nonlocal number
+        number += 1
+        copy(source, target)
+        if number == 1:
+            raise OSError("the link is down")
+
+    monkeypatch.setattr(host_stream, "copy_array", failing)
+    for move in (swapped.manager.swap_out, swapped.manager.swap_in, swapped.manager.swap_out):
+        swapped.engine.start(move(0, swapped.refs[:1]))
+    other = swapped.manager.swap_out(0, swapped.refs[1:2])
+    swapped.engine.start(other)
+    gate.open.set()
+    ended = swapped.settle()
+    assert {item.ticket: str(error) for item, error in ended} == {
+        0: "the link is down", 1: "the link is down", 2: "the link is down", 3: "None",
+    }  # fmt: skip
+    swapped.manager.audit()
+
+
+def test_a_swap_that_the_device_refuses_is_told_as_a_failed_one(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped = Swapped(device)
+    copy, refused = device.copy, []
+
+    def refusing(stream: Any, pairs: Any) -> Any:
+        if not refused:
+            refused.append(stream)
+            raise DeviceError("no memory is left for the copy")
+        return copy(stream, pairs)
+
+    monkeypatch.setattr(device, "copy", refusing)
+    swapped.engine.start(swapped.manager.swap_out(0, swapped.refs[:2]))
+    swapped.engine.start(swapped.manager.swap_in(0, swapped.refs[:1]))  # what was refused
+    errors = {item.ticket: error for item, error in swapped.settle()}
+    assert [str(errors[ticket]) for ticket in range(3)] == [
+        "no memory is left for the copy", "None", "no memory is left for the copy",
+    ]  # fmt: skip
+    monkeypatch.setattr(device, "record", lambda stream="compute": (_ for _ in ()).throw(DeviceError("lost")))
+    swapped.engine.start(swapped.manager.swap_in(0, swapped.refs[1:2]))
+    assert [str(error) for _, error in swapped.settle()] == ["lost"]
+    swapped.manager.audit()
