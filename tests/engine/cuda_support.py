@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from checkpoints import DATA, FOLDERS
-from engine_support import VOCAB, block_bytes, prompt, scatter, tiny
+from engine_support import VOCAB, block_bytes, prompt, scatter, tiny, use_layout
 from recording import Job, Run, run
 from streamdouble import BIASES, StreamDouble
 from streamdouble.engines import cuda_llm
@@ -88,6 +88,7 @@ class Setting:
     share: float
     host: float
     limit: int
+    layout: str
 
     @classmethod
     def of(cls, seed: int, **gpu: Any) -> Setting:
@@ -107,6 +108,7 @@ class Setting:
             share=rng.choice([2, 3, 4, 6]),
             host=rng.choice([0.3, 1, 1.5]),
             limit=rng.choice([1, 3, 1000]),
+            layout="layer_major" if seed % 8 == 6 else "block_major",
         )
 
 
@@ -131,12 +133,16 @@ def pressed(setting: Setting, jobs: dict[str, Job] | None = None) -> Pressed:
     jobs = own if jobs is None else jobs
     size = _block_bytes(setting.folder, setting.options["block_size"])
     wanted = want * 8 // setting.options["block_size"]
-    pool = max(int(wanted / setting.share), -(-48 // setting.options["block_size"]))
+    # A group that cannot read on the host needs room for all of its sequences, or it ends for want of memory.
+    longest = 48 if setting.layout == "block_major" else 3 * 56
+    pool = max(int(wanted / setting.share), -(-longest // setting.options["block_size"]))
     gpu = StreamDouble(setting.seed, **setting.gpu)
     memory = {"kv_memory": pool * size, "swap_memory": int(wanted * setting.host) * size}
     with cuda_llm(DATA / setting.folder, gpu, **setting.options, **memory) as llm:
         engine, device = llm.engine, llm.engine.device
         assert isinstance(device, CudaDevice)
+        if setting.layout != "block_major":
+            use_layout(engine, setting.layout)
         scatter(engine, setting.seed)
         ways(engine, setting.seed)
         engine.swaps.limit = setting.limit * size
