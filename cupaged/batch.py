@@ -15,6 +15,8 @@ from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import ForwardBatch
 from cupaged.scheduler import Chunk
 
+ROOM = 4  # blocks that a table may grow by before new plans are made
+
 
 class StepInputs:
     """Device buffers that a step's metadata go to: always the same ones, so that captured steps find them again."""
@@ -24,6 +26,7 @@ class StepInputs:
         self.positions = device.empty((max_tokens,), np.int32)
         self.slots = [device.empty((max_tokens,), np.int64) for _ in range(groups)]
         self.logit_rows = device.empty((max_rows,), np.int32)
+        self.tables: list[Array] = []  # of the last step, on the host: what its plans were made with
 
 
 def build_batch(
@@ -40,6 +43,7 @@ def build_batch(
         ids[start:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
         positions[start:stop] = range(chunk.start, chunk.start + chunk.count)
     slots, plans = [], []
+    inputs.tables.clear()
     uploads: list[tuple[Array, Array]] = []
     for index, (group, cache) in enumerate(zip(config.kv_groups, caches, strict=True)):
         rows: list[int] = []
@@ -48,7 +52,8 @@ def build_batch(
             rows += manager.slots(chunk.sequence.tables, index, chunk.start, chunk.start + chunk.count)
         slots.append(inputs.slots[index][: len(rows)])
         uploads.append((np.array(rows, np.int64), slots[-1]))
-        tables = table_rows(chunks, index)
+        tables = table_rows(chunks, index, ROOM if device.unified else 0)
+        inputs.tables.append(tables)
         plans.append(device.ops.plan_attention(cache.view, tables, starts, contexts, config.num_heads, group.window))
     wanted = [row for chunk, stop in zip(chunks, starts[1:], strict=True) for row in range(stop - chunk.rows, stop)]
     batch = ForwardBatch(
@@ -64,10 +69,10 @@ def build_batch(
     return batch
 
 
-def table_rows(chunks: Sequence[Chunk], group: int) -> Array:
-    """The chunks' block tables of a KV group as int32 [S, W], padded with NO_BLOCK."""
+def table_rows(chunks: Sequence[Chunk], group: int, room: int = 0) -> Array:
+    """The chunks' block tables of a KV group as int32 [S, W], padded with NO_BLOCK: the longest has `room` to grow."""
     refs = [chunk.sequence.tables.tables[group].refs for chunk in chunks if chunk.sequence.tables is not None]
-    rows = np.full((len(refs), max(map(len, refs))), NO_BLOCK, np.int32)
+    rows = np.full((len(refs), max(map(len, refs)) + room), NO_BLOCK, np.int32)
     for row, blocks in zip(rows, refs, strict=True):
         row[: len(blocks)] = blocks
     return rows

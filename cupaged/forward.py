@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cupaged.batch import StepInputs, build_batch
 from cupaged.cache import PagedKVCache
-from cupaged.device.base import Capture, Device
+from cupaged.decoding import DecodingRun
+from cupaged.device.base import Capture, Device, MovingCapture
 from cupaged.kernels.interface import Array, KVView
 from cupaged.memory import BlockManager
 from cupaged.model.config import ModelConfig
@@ -27,6 +28,9 @@ class CapturedStep:
     logits: Array
     views: list[KVView]
 
+    def works_on(self, views: Sequence[KVView]) -> bool:
+        return all(a is b for a, b in zip(self.views, views, strict=True))
+
 
 class ForwardPasses:
     """A decoder with the buffers of its steps. `prefill_speed`: tokens a second of steps that are mostly prompts."""
@@ -41,13 +45,18 @@ class ForwardPasses:
         self.device = device
         self.prefill_speed: float | None = None
         self.captured: dict[tuple[int, int], CapturedStep] = {}  # by tokens and wanted rows, the last used last
+        self._decoding: tuple[DecodingRun, CapturedStep] | None = None  # the last step, if it was of decoding alone
         self._inputs = StepInputs(device, groups, max_tokens, max_sequences + PROMPT_ROWS)
 
     def run(self, chunks: Sequence[Chunk], caches: Sequence[PagedKVCache]) -> StepLogits:
         """Logits of the rows that the chunks want, in order."""
+        run, self._decoding = self._decoding, None  # it is kept if this step, too, ends well
+        views = [cache.view for cache in caches]
+        if run is not None and run[0].follows(chunks) and self._go_on(chunks, views, *run):
+            self._decoding = run
+            return StepLogits(self.device, run[1].logits)
         began = time.perf_counter()
         batch = build_batch(chunks, self.manager, caches, self.config, self.device, self._inputs)
-        views = [cache.view for cache in caches]
         if self.decoder.prepare(batch.max_position):
             self.captured.clear()
         # A step differs from another of as many tokens and wanted rows in nothing but what its buffers hold and in its
@@ -56,7 +65,7 @@ class ForwardPasses:
         key = len(batch.token_ids), len(batch.logit_rows)
         kept = self.device.unified or all(chunk.count == chunk.rows == 1 for chunk in chunks)
         known = self.captured.pop(key, None) if kept else None
-        if known is not None and all(a is b for a, b in zip(known.views, views, strict=True)):
+        if known is not None and known.works_on(views):
             self.captured[key] = known  # the last used one is the last
             known.step.replay(batch.plans)
             logits = known.logits
@@ -69,7 +78,23 @@ class ForwardPasses:
                 if len(self.captured) > MOST_CAPTURED:
                     del self.captured[next(iter(self.captured))]
         self._measure(chunks, began)
+        decoding = kept and all(chunk.count == chunk.rows == 1 for chunk in chunks)
+        captured = self.captured.get(key) if decoding else None
+        if captured is not None and isinstance(captured.step, MovingCapture):
+            self._decoding = DecodingRun(chunks, captured.step, self.manager, self.device, self._inputs), captured
         return StepLogits(self.device, logits)
+
+    def _go_on(
+        self, chunks: Sequence[Chunk], views: Sequence[KVView], run: DecodingRun, captured: CapturedStep
+    ) -> bool:
+        """Run the next step of a decoding run, if nothing hinders."""
+        if self.decoder.prepare(max(chunk.start for chunk in chunks)):
+            self.captured.clear()
+            return False
+        if not captured.works_on(views) or not run.advance():
+            return False
+        captured.step.replay()
+        return True
 
     def _measure(self, chunks: Sequence[Chunk], began: float) -> None:
         """How fast prompts are computed, from steps that are mostly that: what recomputing costs."""

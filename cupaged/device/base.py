@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from cupaged.device.host_memory import host_memory
 from cupaged.kernels.interface import Activation, Array, AttentionPlan, Operations, StorageType
@@ -63,6 +63,19 @@ class Capture(Protocol):
 
     def replay(self, plans: Sequence[AttentionPlan] | None = None) -> None:
         """Run the operations. `plans`: attention plans of as many tokens in place of the capture's, in order."""
+        ...
+
+
+@runtime_checkable
+class MovingCapture(Capture, Protocol):
+    """One whose plans can be moved on by a token, which is less work than new ones."""
+
+    def advance(self, changed: Sequence[bool]) -> bool:
+        """The plans of the last replay, for the next step of decoding of the same sequences, each a token longer.
+
+        changed: of each plan, whether entries of its tables have changed, in the arrays that it was made with. False:
+        it needs new plans (a context enters another part, or who shares blocks may have changed); nothing was done.
+        """
         ...
 
 

@@ -21,6 +21,7 @@ from cupaged.kernels.cpu.catalog import groups_for
 from cupaged.kernels.cpu.executor import Pace, Records, Team
 from cupaged.kernels.cpu.library import load_library
 from cupaged.kernels.cpu.operations import CpuOperations
+from cupaged.kernels.cpu.plan import advance
 from cupaged.kernels.interface import Array, AttentionPlan, Operations, StorageType
 
 MAX_THREADS = 256
@@ -49,6 +50,10 @@ class CpuCapture:
             self._ops.rebind(self.records, self._plans, plans)
             self._plans = list(plans)
         self._ops.team.run_records(self.records)
+
+    def advance(self, changed: Sequence[bool]) -> bool:
+        """See `MovingCapture`. The plans are changed where they are: nobody else may be using them."""
+        return advance(self._plans, changed)
 
 
 class CpuDevice(Device):

@@ -6,6 +6,7 @@ differs from the last one in its positions alone gets that one's plan with other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,9 @@ class CpuAttentionPlan:
 
     items int64 [n, ITEM_WORDS], the longest first. tokens int64 [T, TOKEN_WORDS], in the order in which items take
     them. merges int64 [m]: addresses of the entries of tokens whose parts several items compute. num_states: partial
-    results, in units of all heads. tables: kept alive.
+    results, in units of all heads. tables: kept alive. front: of decoding alone, the columns of the tables that decide
+    who shares items, and which of their entries do. left: how often `advance` can move it on; empty if that is not yet
+    known.
     """
 
     num_tokens: int
@@ -36,6 +39,8 @@ class CpuAttentionPlan:
     addresses: tuple[int, int]  # of items, merges
     contexts: Array
     front: tuple[Array, Array] | None
+    window: int | None
+    left: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ def make_plan(
     chunks = len(items) * -(-kv_heads // together)
     addresses = (_address(items), _address(merges))
     return CpuAttentionPlan(
-        count, items, tokens, merges, tables, num_states, together, chunks, addresses, context_lens, front
+        count, items, tokens, merges, tables, num_states, together, chunks, addresses, context_lens, front, window, []
     )
 
 
@@ -194,8 +199,7 @@ def renewed(plan: CpuAttentionPlan, tables: Array, context_lens: Array, window: 
     """
     if plan.front is None or len(context_lens) != len(plan.contexts) or not (context_lens >= plan.contexts).all():
         return None
-    front, used = plan.front
-    if tables.shape[1] < front.shape[1] or ((tables[:, : front.shape[1]] != front) & used).any():
+    if not _same_front(plan.front, tables):
         return None
     tokens = plan.tokens.copy()
     rows = tokens[:, 0]
@@ -215,8 +219,46 @@ def renewed(plan: CpuAttentionPlan, tables: Array, context_lens: Array, window: 
     merges = plan.merges + moved
     return replace(
         plan, items=items, tokens=tokens, merges=merges, tables=tables, contexts=context_lens,
-        addresses=(_address(items), _address(merges)),
+        addresses=(_address(items), _address(merges)), left=[],
     )  # fmt: skip
+
+
+def _same_front(front: tuple[Array, Array], tables: Array) -> bool:
+    """Whether the entries that decide who shares items are what they were."""
+    blocks, used = front
+    return tables.shape[1] >= blocks.shape[1] and not ((tables[:, : blocks.shape[1]] != blocks) & used).any()
+
+
+def advance(plans: Sequence[object], changed: Sequence[bool]) -> bool:
+    """Move plans of decoding on by a token of each sequence, in place; False, and nothing done, if one cannot be.
+
+    changed: whether `tables`, of each plan, has other entries than before.
+    """
+    for plan, other in zip(plans, changed, strict=True):
+        if not isinstance(plan, CpuAttentionPlan) or plan.front is None:
+            return False
+        if not plan.left:
+            plan.left.append(_steps_left(plan))
+        if not plan.left[0] or (other and not _same_front(plan.front, plan.tables)):
+            return False
+    for plan in plans:
+        assert isinstance(plan, CpuAttentionPlan)
+        plan.left[0] -= 1
+        positions = plan.tokens[:, 1]
+        positions += 1
+        if plan.window is not None:
+            np.maximum(positions - (plan.window - 1), 0, out=plan.tokens[:, 2])
+    return True
+
+
+def _steps_left(plan: CpuAttentionPlan) -> int:
+    """Steps of decoding until a token's position, or where its window begins, enters another part."""
+    positions = plan.tokens[:, 1]
+    steps = PART - 1 - positions % PART
+    if plan.window is not None:
+        low = positions - (plan.window - 1)
+        steps = np.minimum(steps, np.where(low < 0, PART - 1 - low, PART - 1 - low % PART))
+    return int(steps.min(initial=PART))
 
 
 class Planner:

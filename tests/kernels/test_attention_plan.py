@@ -300,3 +300,35 @@ def test_shared_blocks_may_lie_in_any_pool() -> None:
         setup.view = dataclasses.replace(setup.view, pools=(here, host, None, None))
         setup.tables = np.where(np.isin(tables, chosen), (1 << POOL_SHIFT) | (tables + 1), tables).astype(np.int32)
         assert np.array_equal(setup.run(queries), before)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 700])
+@pytest.mark.parametrize("front", [0, 64])
+def test_a_plan_moved_on_is_the_plan_made_anew(window: int | None, front: int) -> None:
+    """Until a position, or the beginning of its window, enters another part; then, and where the blocks change by
+    which sequences share items, it is refused and left as it was."""
+    contexts, block_size, steps = [1000, 740, 321], 16, 0
+    tables = shared_tables([(1, front)] * 3, [1100] * 3, block_size)
+    shape = (3, 2, 1, block_size, window, 2)
+    plan = Planner(*shape).plan(tables, np.arange(4), np.array(contexts))
+    while plan_module.advance([plan], [steps % 2 == 0]):
+        steps += 1
+        longer = np.array(contexts) + steps
+        anew = make_plan(tables, np.arange(4), longer, *shape)
+        for known, wanted in ((plan.tokens, anew.tokens), (plan.items[:, 1:], anew.items[:, 1:])):
+            assert np.array_equal(known, wanted)
+        check_plan(plan, tables, [1] * 3, longer.tolist(), block_size, 3, window)
+    positions = np.array(contexts) + steps - 1
+    lows = positions - (positions if window is None else window - 1)
+    crossing = ((positions + 1) % PART == 0) | ((lows + 1) % PART == 0) & (lows >= 0) & (window is not None)
+    assert crossing.any() and steps > 0
+    before = plan.tokens.copy()
+    assert not plan_module.advance([plan], [False])
+    assert np.array_equal(plan.tokens, before)
+    other = Planner(*shape).plan(tables, np.arange(4), np.array([700, 600, 321]))
+    if window is None:
+        tables[1, 0] = 77
+        assert not plan_module.advance([other], [True])
+        assert plan_module.advance([other], [False])  # nobody said that they had
+    chunk = Planner(*shape).plan(tables, np.array([0, 2, 3]), np.array([700, 600]))
+    assert not plan_module.advance([chunk], [False])
