@@ -83,7 +83,7 @@ class SwapEngine:
             self.wait()
         earlier = self._filling.get((item.group, item.source))
         if earlier is not None:
-            if earlier.done() and earlier.error is not None:
+            if earlier.error is not None:
                 raise earlier.error
             self.device.wait(stream, earlier)
         pairs = list(zip(cache.pieces(item.source), cache.pieces(item.destination), strict=True))
