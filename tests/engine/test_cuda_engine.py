@@ -162,7 +162,5 @@ def test_S04_a_device_that_fails_is_told_in_its_words_and_nothing_hangs(seed: in
     assert told and all("a kernel failed: an illegal address" in line for line in told)
     for name in jobs:
         engine.forget(name)
-    while engine.swaps.busy:
-        engine.swaps.wait()
-        engine.swaps.finished()
+    engine.check_idle()
     llm.close()
