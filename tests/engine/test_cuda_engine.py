@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from cuda_support import (
     pressed,
     speed_is_that_of_work_done,
 )
-from engine_support import greedy, prompt
+from engine_support import greedy, prompt, tiny
 from recording import Job, assert_same_bits, run
 from streamdouble import StreamDouble
 from streamdouble.engines import cuda_llm
@@ -96,6 +97,15 @@ def test_graphs_and_eager_steps_give_the_same_bits(gemm: bool) -> None:
             runs.append(run(llm.engine, jobs))
         assert bool(gpu.graphs_launched) == graphs
     assert_same_bits(runs[1], runs[0])
+
+
+def test_threads_that_generate_at_once_share_the_device() -> None:
+    prompts = [prompt(10 + number, number) for number in range(6)]
+    with tiny("llama") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, greedy(8))]
+    with cuda_llm(DATA / "llama", StreamDouble(4)) as llm, ThreadPoolExecutor(3) as pool:
+        halves = pool.map(lambda some: llm.generate(some, greedy(8)), (prompts[:2], prompts[2:4], prompts[4:]))
+        assert [output.token_ids for outputs in halves for output in outputs] == expected
 
 
 def test_aborted_requests_leave_nothing_on_its_way() -> None:
