@@ -32,18 +32,22 @@ class Pace:
 
     On a machine that is busy with other things a barrier waits for whichever thread was taken off its core, at every
     operation: then one thread is faster than two, by a factor of two and more. Both ways are timed, by the second of a
-    unit of work. The one that seems slower is tried again after PROBE runs, and, if that is one thread, after twice as
-    many each time that it proves slower, up to MOST; and soon after a run of the other that was half as slow again. The
-    bits are the same.
+    unit of work. One thread, if it seems slower, is tried again after PROBE runs, and after twice as many each time that
+    it proves slower, up to MOST; and soon after two runs of the team that were half as slow again. The team is tried
+    after FIRST runs, twice as many, and then every PROBE: it may have seemed slower by what came before it.
+    One such run is an accident, of which nothing is learnt: where the two ways differ by a fifth, as they do where
+    memory is the bound, accidents had half of all runs take the slower one. The bits are the same.
     """
 
-    PROBE, MOST = 32, 1024
+    FIRST, PROBE, MOST = 4, 32, 1024
     SLOWER = 1.5
+    WEIGHT = 1 / 8  # of a run in what is known of its way
 
     def __init__(self) -> None:
         self._seconds: dict[bool, float] = {}
         self._runs = 0
         self._probe = self._until = self.PROBE
+        self._accident = False  # the last run of the better way was a slow one
 
     def alone(self) -> bool:
         """How to run next time."""
@@ -58,21 +62,34 @@ class Pace:
         return self._seconds[True] <= self._seconds[False]
 
     def note(self, alone: bool, seconds: float, work: int = 1) -> None:
-        """What a run of so many units took. The last few count: machines change."""
+        """What a run of so many units took."""
         each = seconds / max(1, work)
         if len(self._seconds) < 2:
             self._seconds[alone] = each
+            if len(self._seconds) == 2:
+                self._changed()
             return
         better = self._better
         known = self._seconds[alone]
-        self._seconds[alone] = (known + each) / 2 if alone is better else min(each, (known + each) / 2)
+        slow, twice = each > self.SLOWER * known, self._accident
+        if alone is not better:
+            self._seconds[alone] = min(each, (known + each) / 2)
+        elif slow:
+            self._accident = not twice
+            self._seconds[alone] = each if twice else known
+        else:
+            self._accident = False
+            self._seconds[alone] = known + (each - known) * self.WEIGHT
         if self._better is not better:
-            self._probe = self._until = self.PROBE
+            self._changed()
         elif self._until <= 0:  # tried in vain
             self._probe = min(2 * self._probe, self.PROBE if better else self.MOST)
             self._until = self._probe
-        elif each > self.SLOWER * known:
+        elif slow and twice:
             self._until, self._probe = min(self._until, 2), self.PROBE
+
+    def _changed(self) -> None:
+        self._probe = self._until = self.FIRST if self._better else self.PROBE
 
 
 @dataclass(slots=True)
