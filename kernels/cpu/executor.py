@@ -32,9 +32,9 @@ class Pace:
 
     On a machine that is busy with other things a barrier waits for whichever thread was taken off its core, at every
     operation: then one thread is faster than two, by a factor of two and more. Both ways are timed, by the second of a
-    unit of work. One thread, if it seems slower, is tried again after PROBE runs, and after twice as many each time that
-    it proves slower, up to MOST; and soon after two runs of the team that were half as slow again. The team is tried
-    after FIRST runs, twice as many, and then every PROBE: it may have seemed slower by what came before it.
+    unit of work. One thread, if it seems slower, is tried again after PROBE runs, and after twice as many each time it
+    proves slower, up to MOST; and soon after two runs of the team that were half as slow again. The team is tried after
+    FIRST runs, twice as many, and then every PROBE: it may have seemed slower by what came before it.
     One such run is an accident, of which nothing is learnt: where the two ways differ by a fifth, as they do where
     memory is the bound, accidents had half of all runs take the slower one. The bits are the same.
     """
