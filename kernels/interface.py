@@ -196,10 +196,14 @@ class Operations(Protocol):
         """rms_norm of each head in place (Qwen3's qk-norm). x [T, heads, D], rows may be strided; weight [D]."""
         ...
 
-    def matmul(self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False) -> None:
+    def matmul(
+        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
+        precise_from: int = 0,
+    ) -> None:  # fmt: skip
         """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T.
 
-        With a quantised weight x is quantised to 8 bits a value; `precise`: to 16. Without effect on other weights.
+        With a quantised weight x is quantised to 8 bits a value; `precise`: to 16, but for those outputs before
+        `precise_from` that are whole panels of 32 of their part. Without effect on other weights.
         """
         ...
 

@@ -129,7 +129,11 @@ class Decoder:
         ops, config = self.ops, self.config
         group, index, count = self._group[layer], self._index[layer], len(hidden)
         queries, kv = config.num_heads, config.num_kv_heads
-        ops.matmul(hidden, weights.qkv, buffers["qkv"], weights.qkv_bias, precise=True)
+        # Keys and values are precise, and stay; queries need not be. Mean KL and same best token on 8,192 tokens (bench
+        # quality): nothing precise 0.0021 and 96.8 %, values 0.0017 and 97.2-97.4 %, keys and values 0.0015 and 97.2 %,
+        # all three 0.0014 and 97.3 %.
+        kept = queries * config.head_dim
+        ops.matmul(hidden, weights.qkv, buffers["qkv"], weights.qkv_bias, precise=True, precise_from=kept)
         heads = buffers["qkv"].reshape(count, queries + 2 * kv, config.head_dim)  # [T, H + 2 KVH, D]
         query, key, value = heads[:, :queries], heads[:, queries : queries + kv], heads[:, queries + kv :]
         if weights.q_norm is not None and weights.k_norm is not None:

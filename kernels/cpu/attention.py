@@ -5,7 +5,7 @@ position 0. Within a part all scores come first, then one softmax, then the sum 
 log-sum-exp (Dao 2023, Flash-Decoding). What a row computes depends on its position alone: tokens outside its mask weigh
 exactly 0, whoever shares the work.
 
-A work item (plan.py) is up to 48 query rows (tokens x heads of one KV head) by some parts. Its tokens are a piece of
+A work item (plan.py) is up to 96 query rows (tokens x heads of one KV head) by some parts. Its tokens are a piece of
 one sequence, or one token each of several sequences whose tables begin with the same blocks: of a part, the `shared`
 tokens are read once for all, the rest by each. The tokens of one sequence gather a tile into scratch and go over it in
 blocks of 6 rows; others read blocks where they lie, if they hold whole vectors: the same sums. float32 and float16 K/V

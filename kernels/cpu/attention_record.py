@@ -47,8 +47,8 @@ def state_bytes(head_dim: int) -> int:
 
 
 def max_rows(group: int) -> int:
-    """Query rows of a work item: whole tokens of `group` heads, about 48 rows (8 tiles of 6)."""
-    return group * max(1, 48 // group)
+    """Query rows of a work item: whole tokens of `group` heads, about 96 rows, for which a tile is gathered once."""
+    return group * max(1, 96 // group)
 
 
 def heads_together(head_dim: int, group: int, kv_heads: int, element: int) -> int:

@@ -82,7 +82,7 @@ def _norm_row(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
 @njit(KERNEL, **OPTIONS)
 def rms_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: x, weight, out, K, eps bits, residual (0: none), x stride, out stride (bytes), input records of the
-    quantised product that comes next (0: none), whether precise ones, rows, rows a chunk. Chunk: some rows."""
+    quantised product that comes next, and precise ones (0: none), rows, rows a chunk. Chunk: some rows."""
     x, weight, out = load64(op + 16), load64(op + 24), load64(op + 32)
     n, eps, residual, records = load64(op + 40), as_float(load64(op + 48)), load64(op + 56), load64(op + 80)
     precise, rows, step = load64(op + 88), load64(op + 96), load64(op + 104)
@@ -94,7 +94,9 @@ def rms_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
             source = stream
         _norm_row(source, weight, target, n, eps)
         if records != 0:
-            quantise(target, n, records, row, precise)
+            quantise(target, n, records, row, 0)
+        if precise != 0:
+            quantise(target, n, precise, row, 1)
 
 
 @njit(KERNEL, **OPTIONS)
@@ -169,7 +171,7 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 @njit(KERNEL, **OPTIONS)
 def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
     """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), input records of the quantised product
-    that comes next (0: none), whether precise ones, rows, rows a chunk. Chunk: some rows."""
+    that comes next, and precise ones (0: none), rows, rows a chunk. Chunk: some rows."""
     n, kind, records, precise = load64(op + 32), load64(op + 40), load64(op + 48), load64(op + 56)
     rows, step = load64(op + 64), load64(op + 72)
     for row in range(chunk * step, min(rows, (chunk + 1) * step)):
@@ -185,7 +187,9 @@ def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
         else:
             _relu(gate, up, out, n)
         if records != 0:
-            quantise(out, n, records, row, precise)
+            quantise(out, n, records, row, 0)
+        if precise != 0:
+            quantise(out, n, precise, row, 1)
 
 
 @njit(KERNEL, **OPTIONS)

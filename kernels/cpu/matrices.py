@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,13 @@ class PackedMatrix:
         """A key of `quant_layout.LAYOUTS`; None of a storage type."""
         return LAYOUT_OF.get(self.dtype)
 
+    def outputs(self, begin: int, end: int) -> PackedMatrix:
+        """Some of the rows; `begin` is that of a panel of a quantised format."""
+        if (begin, end) == (0, self.rows):
+            return self
+        bytes_a_panel = self.cols // QUANT_BLOCK * LAYOUTS[LAYOUT_OF[self.dtype]].record
+        return replace(self, rows=end - begin, address=self.address + begin // QUANT_PANEL * bytes_a_panel)
+
 
 @dataclass(frozen=True, slots=True)
 class JoinedMatrix:
@@ -69,6 +76,13 @@ class JoinedMatrix:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+def plain_outputs(rows: int, precise: bool, precise_from: int) -> int:
+    """How many of a part's outputs, the first ones, are not precise: whole panels of those before `precise_from`."""
+    if not precise or precise_from >= rows:
+        return rows
+    return max(0, precise_from) // QUANT_PANEL * QUANT_PANEL
 
 
 def parts_of(name: str, weight: Matrix) -> tuple[PackedMatrix, ...]:

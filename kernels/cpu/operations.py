@@ -24,7 +24,7 @@ from cupaged.kernels.cpu.attention_record import (
     state_bytes,
 )
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
-from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of
+from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of, plain_outputs
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, Planner
 from cupaged.kernels.cpu.quant_layout import MB, X_RECORD
 from cupaged.kernels.interface import (
@@ -106,38 +106,47 @@ class CpuOperations:
         self.team.launch(kernel, len(ids), *arguments)
 
     def matmul(
-        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False
+        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
+        precise_from: int = 0,
     ) -> None:  # fmt: skip
         parts = parts_of("weight", weight)
         if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
             raise KernelError(f"matmul: {x.shape} by {weight.rows}x{weight.cols} into {out.shape}")
         (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
         bias_at = 0 if bias is None else contiguous("bias", bias)
-        quantised = (0, 0)
-        if any(part.layout for part in parts):
-            quantised = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], precise)
+        spans: list[tuple[PackedMatrix, int, int, bool | None]] = []  # part, outputs first..last-1, how precise
+        first = 0
         for part in parts:
-            inputs = quantised if part.layout else (x_at, x_stride)
-            self._product(part, *inputs, out_at, out_stride, x.shape[0], bias_at, precise)
-            out_at += 4 * part.rows
-            bias_at += 4 * part.rows if bias is not None else 0
+            plain = plain_outputs(part.rows, precise, precise_from - first)
+            if part.layout is None:
+                spans.append((part, 0, part.rows, None))
+            else:
+                spans += [(part, *span) for span in ((0, plain, False), (plain, part.rows, True)) if span[0] < span[1]]
+            first += part.rows
+        inputs: dict[bool | None, tuple[int, int]] = {None: (x_at, x_stride)}
+        for fine in {span[3] for span in spans} - {None}:
+            inputs[fine] = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], bool(fine))
+        for part, begin, end, fine in spans:
+            some = part.outputs(begin, end)
+            self._product(some, *inputs[fine], out_at, out_stride, x.shape[0], bias_at, bool(fine))
+            out_at += 4 * some.rows
+            bias_at += 4 * some.rows if bias is not None else 0
 
     def _quantise(self, x: int, stride: int, rows: int, cols: int, precise: bool) -> tuple[int, int]:
         """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
         record_bytes = cols // QUANT_BLOCK * X_RECORD * (1 + precise)
-        records = self._scratch_address("inputs", rows * record_bytes)
+        records = self._scratch_address("precise inputs" if precise else "inputs", rows * record_bytes)
         captured = self.team.capturing
         producer = (captured, 0 if captured is None else captured.count, x, stride, rows, cols)
         if captured is not None and self._producer == producer:
-            argument = 2 + self._producer_argument
-            captured.array[captured.count - 1, argument : argument + 2] = records, precise
+            captured.array[captured.count - 1, 2 + self._producer_argument + precise] = records
             return records, record_bytes
         self._launch_rows("quantise_rows", rows, x, stride, cols, records, precise)
         return records, record_bytes
 
     def _note_producer(self, out: int, stride: int, rows: int, cols: int, argument: int) -> None:
         """The operation just captured made rows of floats, and could quantise them as well: its argument for that, and
-        the one after it for whether precisely.
+        the one after it for precise records.
 
         If the next operation is a product with these rows, it asks for it: a barrier less, and the floats are still in
         the cache. Run at once, not captured, the two are two operations, with the same bits.

@@ -59,7 +59,8 @@ class Dense:
         return self._backend.upload(source.float32(0, source.shape[0]).astype("float32"))
 
     def matmul(
-        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False
+        self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
+        precise_from: int = 0,
     ) -> None:  # fmt: skip
         """out = x @ weight.T + bias; see products.py. x is never quantised here: all products are precise."""
         self._products.matmul(x, _cuda(weight, "weight"), out, bias)

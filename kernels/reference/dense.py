@@ -141,7 +141,9 @@ def head_norm(x: Array, weight: Array, eps: float) -> None:
     x[...] = _normed(x, weight, eps)
 
 
-def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False) -> None:
+def matmul(
+    x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False, precise_from: int = 0
+) -> None:  # fmt: skip
     """out = x @ weight.T + bias.
 
     x [T, K], weight [N, K], out [T, N], bias [N]; x, out and bias float32; out may not overlap x. One matrix-vector
@@ -154,7 +156,10 @@ def matmul(x: Array, weight: Matrix, out: Array, bias: Array | None = None, prec
         places = slice(first, first + part.rows)
         added = None if bias is None else bias[places]
         if isinstance(part, QuantisedMatrix):
-            quantised.matmul(x, part, out[:, places], added, precise)
+            plain = quantised.plain_outputs(part.rows, precise, precise_from - first)
+            for rows, fine in ((slice(0, plain), False), (slice(plain, part.rows), True)):
+                some = None if added is None else added[rows]
+                quantised.matmul(x, part.select(rows), out[:, places][:, rows], some, fine)
         else:
             wide = widen(part.data, part.dtype)
             for row in range(x.shape[0]):

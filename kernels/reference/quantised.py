@@ -21,12 +21,12 @@ and d / 256 for d.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cupaged.errors import KernelError
-from cupaged.kernels.interface import QUANT_BLOCK, Array, WeightSource
+from cupaged.kernels.interface import QUANT_BLOCK, QUANT_PANEL, Array, WeightSource
 
 TINY = np.float32(2.0**-100)
 
@@ -49,6 +49,18 @@ class QuantisedMatrix:
         group = self.cols // self.scales.shape[1]
         out = self.integers.astype(np.float32) * np.repeat(self.scales, group, axis=1)
         return out if self.minima is None else out + np.repeat(self.minima, group, axis=1)
+
+    def select(self, rows: slice) -> QuantisedMatrix:
+        """Some of the outputs."""
+        integers, minima = self.integers[rows], None if self.minima is None else self.minima[rows]
+        return replace(self, rows=len(integers), integers=integers, scales=self.scales[rows], minima=minima)
+
+
+def plain_outputs(rows: int, precise: bool, precise_from: int) -> int:
+    """How many of a part's outputs, the first ones, are not precise: whole panels of those before `precise_from`."""
+    if not precise or precise_from >= rows:
+        return rows
+    return max(0, precise_from) // QUANT_PANEL * QUANT_PANEL
 
 
 def matrix(source: WeightSource) -> QuantisedMatrix:

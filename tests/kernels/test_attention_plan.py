@@ -202,7 +202,7 @@ def test_heads_together_keep_runs_of_memory_long() -> None:
     assert heads_together(64, 3, 3, 2) == 3  # SmolLM2: all three, 2 KiB each
     assert heads_together(128, 4, 8, 2) == 2  # Llama: 4 KiB each
     assert heads_together(128, 4, 8, 4) == 1
-    assert heads_together(64, 40, 8, 2) == 1  # rows of an item are limited
+    assert heads_together(64, 80, 8, 2) == 1  # rows of an item are limited
 
 
 # (front, its tokens) and context of the sequences of one call

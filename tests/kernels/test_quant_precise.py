@@ -94,3 +94,45 @@ def test_float_weights_take_no_notice(ops: Any) -> None:
     ops.matmul(x, weight, plain)
     ops.matmul(x, weight, precise, precise=True)
     assert plain.tobytes() == precise.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize(("begin", "plain"), [(0, 0), (31, 0), (32, 32), (70, 64), (76, 64), (77, 77), (500, 77)])
+def test_precise_from_an_output_on(ops: Any, kind: str, begin: int, plain: int) -> None:
+    """Whole panels of 32 before it are plain, or all."""
+    source = blocks_of(kind, 77, 64)
+    x, bias = inputs(5, 64), np.random.default_rng(8).standard_normal(77, np.float32)
+    out = np.full((5, 77), np.nan, np.float32)
+    ops.matmul(x, ops.matrix(source, "quantised"), out, bias, precise=True, precise_from=begin)
+    coarse, fine = (product(ops, source, x, p, bias) for p in (False, True))
+    assert not np.array_equal(coarse, fine)
+    assert np.array_equal(out[:, :plain], coarse[:, :plain])
+    assert np.array_equal(out[:, plain:], fine[:, plain:])
+
+
+def test_precise_from_counts_the_outputs_of_all_parts(ops: Any) -> None:
+    source = JoinedSource(
+        *(blocks_of(kind, rows, 64, seed) for seed, (kind, rows) in enumerate((("Q8_0", 40), ("Q4_1", 90))))
+    )
+    x, out = inputs(3, 64), np.full((3, 130), np.nan, np.float32)
+    ops.matmul(x, ops.matrix(source, "quantised"), out, precise=True, precise_from=80)
+    coarse, fine = (product(ops, source, x, p) for p in (False, True))
+    assert np.array_equal(out[:, :72], coarse[:, :72])  # 40, and a panel of the second part's first 40
+    assert np.array_equal(out[:, 72:], fine[:, 72:])
+
+
+def test_a_captured_norm_quantises_for_both_kinds_of_outputs() -> None:
+    from cupaged.device import get_device
+
+    device = get_device("cpu")
+    weight = device.ops.matrix(blocks_of("Q4_1", 96, 64), "quantised")
+    x, scale = inputs(40, 64), np.linspace(0.5, 2, 64, dtype=np.float32)
+    hidden, outs = np.empty_like(x), np.full((2, 40, 96), np.nan, np.float32)
+    device.ops.rms_norm(x, scale, 1e-5, hidden)
+    device.ops.matmul(hidden, weight, outs[0], precise=True, precise_from=64)
+    with device.capture() as step:
+        device.ops.rms_norm(x, scale, 1e-5, hidden)
+        device.ops.matmul(hidden, weight, outs[1], precise=True, precise_from=64)
+    step.replay()
+    assert step.records.count == 3  # the norm and two products
+    assert outs[0].tobytes() == outs[1].tobytes()
