@@ -30,7 +30,7 @@ from cupaged.request_checks import RequestChecks
 from cupaged.residency import Speeds
 from cupaged.sampling import SamplingParams
 from cupaged.scheduler import Chunk, Scheduler, StepPlan
-from cupaged.stats import EngineStats
+from cupaged.stats import EngineStats, stats_of
 from cupaged.step_logits import StepLogits
 from cupaged.swap import SwapEngine
 
@@ -177,32 +177,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and the state of memory; O(sequences)."""
-        memory, scheduler = self.manager.stats(), self.scheduler
-        foresight, ahead = scheduler.foresight, scheduler.ahead
-        return EngineStats(
-            groups=memory.groups,
-            peak_blocks=tuple(self._peaks),
-            peak_waste=tuple(self._peak_waste),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            sequences=memory.sequences,
-            steps=self.num_steps,
-            forks=scheduler.forks,
-            copies=memory.copies,
-            reused_tokens=memory.adopted_tokens,
-            evicted=memory.evicted,
-            preemptions=scheduler.preemptions,
-            preemptions_by_swap=scheduler.room.by_swap,
-            preemptions_by_recompute=scheduler.room.by_recompute,
-            swapped_out=memory.swapped_out,
-            swapped_in=memory.swapped_in,
-            read_in_place=scheduler.room.read_in_place,
-            held_back=0 if foresight is None else foresight.held_back,
-            preemptions_avoided=0 if foresight is None else foresight.avoided,
-            taken_ahead=0 if ahead is None else ahead.taken,
-            in_vain=0 if ahead is None else ahead.in_vain,
-            vain_share=0.0 if ahead is None else ahead.share_in_vain(scheduler.step),
-        )
+        return stats_of(self, self._peaks, self._peak_waste)
 
     # -- steps
 
@@ -243,18 +218,22 @@ class Engine:
         if not items:
             return
         copies = [item for item in items if isinstance(item, CopyBlock)]
+        interrupt: BaseException | None = None
         for group, cache in enumerate(self.caches):
             own = [item for item in copies if item.group == group]
             if own:
                 pairs = ([frame_of(item.source) for item in own], [frame_of(item.destination) for item in own])
                 try:
                     self.device.ops.copy_blocks(cache.view, *pairs)
-                except Exception as error:
+                except BaseException as error:
                     for item in own:
                         self._lose(item, error)
+                    interrupt = interrupt if isinstance(error, Exception) else error
         for item in copies:
             self.manager.complete(item.ticket)
         self.swaps.start([item for item in items if not isinstance(item, CopyBlock)])
+        if interrupt is not None:
+            raise interrupt
 
     def _only_copies(self, plan: StepPlan) -> bool:
         """Where a step has nothing to do but to wait for copies: do that, and say so."""
@@ -294,6 +273,8 @@ class Engine:
         try:
             logits = self._forward(chunks)
             outcomes = choose(chunks, logits, self.num_steps)
+            if any(_looks_at_logits(chunk) for chunk in chunks):
+                _ = logits.host  # brought here now: what fails does so while nothing has changed
         except Exception as error:
             requests = list(dict.fromkeys(chunk.sequence.request for chunk in chunks))
             if len(requests) == 1:
@@ -313,8 +294,9 @@ class Engine:
             self._accept(chunk, logits, first, outcome)
             if chunk.samples and chunk.sequence.request.search is not None:
                 beams.setdefault(chunk.sequence.request, []).append(logits.host[first - 1])
-        for request, rows in beams.items():
-            self._advance_beams(request, rows)
+        interrupts = [self._advance_beams(request, rows) for request, rows in beams.items()]
+        for interrupt in filter(None, interrupts):
+            raise interrupt
 
     def _forward(self, chunks: Sequence[Chunk]) -> StepLogits:
         """Logits of the rows that the chunks want, in order."""
@@ -344,18 +326,21 @@ class Engine:
         except Exception as error:
             self._fail(request, error)
 
-    def _advance_beams(self, request: Request, rows: list[Array]) -> None:
+    def _advance_beams(self, request: Request, rows: list[Array]) -> BaseException | None:
+        """Returns what came up that is no failure of a request: a KeyboardInterrupt of its logits_processor, say. That
+        ends the request, too: the K/V of its beams are committed, and nothing is left for it to compute."""
         if request.state.terminal:  # one of its chunks failed
-            return
+            return None
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         try:
             advance(request, rows, self.scheduler)
-        except Exception as error:
+        except BaseException as error:
             self._fail(request, error)
-            return
+            return None if isinstance(error, Exception) else error
         if not request.sequences:
             self._end(request, RequestState.FINISHED)
+        return None
 
     def _score_prompt(self, chunk: Chunk, logits: Array) -> None:
         request = chunk.sequence.request
@@ -425,7 +410,7 @@ class Engine:
         if request.params.picks:
             self._pending += request.pieces()
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         """End one request because its step failed; the others go on."""
         kind = "" if isinstance(error, StepError) else f"{type(error).__name__}: "
         request.error = f"request {request.request_id}: {kind}{error}"
@@ -446,3 +431,10 @@ class Engine:
                 raise BlockError(
                     f"KV group {group}: {pool.num_free} free + {pool.num_cached} cached of {pool.num_blocks} blocks"
                 )
+
+
+def _looks_at_logits(chunk: Chunk) -> bool:
+    """Whether rows of a chunk are looked at on the host when its token is accepted."""
+    request = chunk.sequence.request
+    chooses = request.params.logprobs is not None or request.params.picks
+    return (chunk.samples and chooses) or request.wants_prompt_logprobs

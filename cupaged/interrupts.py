@@ -32,10 +32,10 @@ class Shield:
     @property
     def pending(self) -> bool:
         """Whether a handler waits to be run, in this thread."""
-        return bool(self._noted) and _in_main_thread()
+        return bool(self._noted) and in_main_thread()
 
     def __enter__(self) -> None:
-        if not _in_main_thread():
+        if not in_main_thread():
             return
         if self._depth == 0:
             # An interrupt before a handler is replaced is raised here, where nothing has begun yet.
@@ -47,7 +47,7 @@ class Shield:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if not _in_main_thread():
+        if not in_main_thread():
             return
         self._depth -= 1
         if self._depth:
@@ -79,7 +79,7 @@ class Owned(list[T]):
             self._release(self)
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cupaged.errors import StepError
+from cupaged.interrupts import in_main_thread
 from cupaged.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ def _processed(logits: Array, params: SamplingParams, tokens: Sequence[int]) -> 
     assert params.logits_processor is not None
     try:
         result = params.logits_processor(list(tokens), logits)
-    except Exception as error:
+    except BaseException as error:
+        # Signals are held back during a step, so this is what the function itself raised. On the main thread a
+        # KeyboardInterrupt or SystemExit of it means the program; on an engine's thread it can only mean its request.
+        if not isinstance(error, Exception) and in_main_thread():
+            raise
         raise StepError(f"the logits_processor raised {type(error).__name__}: {error}".rstrip(": ")) from error
     if result is None:
         return logits

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cupaged.memory import GroupStats
+
+if TYPE_CHECKING:
+    from cupaged.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,33 @@ class EngineStats:
     taken_ahead: int = 0
     in_vain: int = 0
     vain_share: float = 0.0
+
+
+def stats_of(engine: Engine, peaks: Sequence[int], peak_waste: Sequence[int]) -> EngineStats:
+    """An engine's counters and the state of its memory; O(sequences). peaks, peak_waste: per KV group."""
+    memory, scheduler = engine.manager.stats(), engine.scheduler
+    foresight, ahead = scheduler.foresight, scheduler.ahead
+    return EngineStats(
+        groups=memory.groups,
+        peak_blocks=tuple(peaks),
+        peak_waste=tuple(peak_waste),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        sequences=memory.sequences,
+        steps=engine.num_steps,
+        forks=scheduler.forks,
+        copies=memory.copies,
+        reused_tokens=memory.adopted_tokens,
+        evicted=memory.evicted,
+        preemptions=scheduler.preemptions,
+        preemptions_by_swap=scheduler.room.by_swap,
+        preemptions_by_recompute=scheduler.room.by_recompute,
+        swapped_out=memory.swapped_out,
+        swapped_in=memory.swapped_in,
+        read_in_place=scheduler.room.read_in_place,
+        held_back=0 if foresight is None else foresight.held_back,
+        preemptions_avoided=0 if foresight is None else foresight.avoided,
+        taken_ahead=0 if ahead is None else ahead.taken,
+        in_vain=0 if ahead is None else ahead.in_vain,
+        vain_share=0.0 if ahead is None else ahead.share_in_vain(scheduler.step),
+    )

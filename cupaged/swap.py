@@ -60,16 +60,21 @@ class SwapEngine:
     def start(self, items: Sequence[PlanItem]) -> None:
         """Issue swaps, in order. Blocks only while more than `limit` bytes are under way.
 
-        Never raises: a swap that the device refuses is one that `finished` returns with its error.
+        A swap that the device refuses is one that `finished` returns with its error. What is raised is no error (a
+        KeyboardInterrupt), and only when all are under way.
         """
         waits: set[CopyStream] = set()
+        interrupt: BaseException | None = None
         for item in items:
             try:
                 transfer = self._issue(item, waits)
-            except Exception as error:
+            except BaseException as error:
                 transfer = Refused(error)
+                interrupt = interrupt if isinstance(error, Exception) else error
             self._under_way.append((item, transfer))
             self._filling[item.group, item.destination] = transfer
+        if interrupt is not None:
+            raise interrupt
 
     def _issue(self, item: PlanItem, waits: set[CopyStream]) -> Transfer:
         """waits: streams that wait already for the compute issued before these swaps."""

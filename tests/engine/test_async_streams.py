@@ -136,13 +136,34 @@ def test_a_stream_is_read_by_the_loop_that_made_it(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit("out")])
-def test_what_stopped_an_engine_is_named(engine: AsyncEngine, error: BaseException) -> None:
-    def processor(_: Any, __: Any) -> None:
+def test_what_stopped_an_engine_is_named(
+    engine: AsyncEngine, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(_: Any) -> Any:
         raise error
 
-    options = SamplingParams(max_tokens=3, logits_processor=processor)
-    failed = engine.submit(PROMPT, options).result()
+    monkeypatch.setattr(engine.llm.engine, "_forward", forward)
+    failed = engine.submit(PROMPT, SHORT).result()
     assert failed.error is not None and f"the engine has stopped: {type(error).__name__}" in failed.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("x"), SystemExit("x"), asyncio.CancelledError("x")])
+@pytest.mark.parametrize("options", [{}, {"n": 3, "temperature": 1.0}, {"beam_width": 3}])
+def test_whatever_a_processor_raises_ends_its_request_alone(
+    engine: AsyncEngine, error: BaseException, options: dict[str, Any]
+) -> None:
+    def processor(tokens: Any, _: Any) -> None:
+        if len(tokens) > len(PROMPT) + 1:
+            raise error
+
+    go = held(engine)
+    neighbour = engine.submit(PROMPT, LONG)
+    stream = engine.submit(PROMPT, SamplingParams(max_tokens=9, logits_processor=processor, ignore_eos=True, **options))
+    go()
+    failed = stream.result()
+    assert failed.error is not None and f"the logits_processor raised {type(error).__name__}: x" in failed.error
+    assert neighbour.result().finish_reason == "length"
+    assert engine.submit(PROMPT, SHORT).result().finish_reason == "length"
 
 
 def test_a_processor_that_waits_for_its_own_engine_is_told_so(engine: AsyncEngine) -> None:
