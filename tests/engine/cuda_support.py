@@ -113,8 +113,8 @@ class Setting:
 
 
 @lru_cache
-def _block_bytes(folder: str, block_size: int) -> int:
-    with tiny(folder, block_size=block_size) as llm:
+def _block_bytes(folder: str, block_size: int, **kept: str) -> int:
+    with tiny(folder, block_size=block_size, **kept) as llm:
         return block_bytes(llm)
 
 
@@ -131,7 +131,8 @@ def pressed(setting: Setting, jobs: dict[str, Job] | None = None) -> Pressed:
     """Run a setting's jobs, or others, in its pools. Then nothing is pending, and every block is free or cached."""
     own, _, want = on_the_cpu(setting.folder, setting.mix)
     jobs = own if jobs is None else jobs
-    size = _block_bytes(setting.folder, setting.options["block_size"])
+    kept = {name: setting.options[name] for name in ("dtype", "quantize") if name in setting.options}
+    size = _block_bytes(setting.folder, setting.options["block_size"], **kept)
     wanted = want * 8 // setting.options["block_size"]
     # A group that cannot read on the host needs room for all of its sequences, or it ends for want of memory.
     longest = 48 if setting.layout == "block_major" else 3 * 56
@@ -157,10 +158,10 @@ def pressed(setting: Setting, jobs: dict[str, Job] | None = None) -> Pressed:
 
 
 @lru_cache
-def on_the_double(folder: str, mix: int) -> Run:
+def on_the_double(folder: str, mix: int, **kept: str) -> Run:
     """The same jobs, none aborted, with blocks for all: deterministic, everything at once."""
     jobs = {name: Job(job.ids, job.params, job.arrives) for name, job in on_the_cpu(folder, mix)[0].items()}
-    with cuda_llm(DATA / folder, StreamDouble(0, "at once"), deterministic=True, kv_memory="8MiB") as llm:
+    with cuda_llm(DATA / folder, StreamDouble(0, "at once"), deterministic=True, kv_memory="8MiB", **kept) as llm:
         return run(llm.engine, jobs)
 
 

@@ -87,6 +87,18 @@ def test_deterministic_logits_are_the_same_bits_alone_and_under_pressure() -> No
     assert_same_bits(some.run, whole)
 
 
+@pytest.mark.parametrize(
+    ("seed", "kept"),
+    [(5, {"dtype": "bfloat16"}), (26, {"dtype": "float16"}), (36, {"dtype": "auto", "quantize": "q8_0"})],
+)
+def test_16_bit_pools_and_stored_weights_have_the_same_bits_under_pressure(seed: int, kept: dict[str, str]) -> None:
+    setting = Setting.of(seed)
+    setting.options |= {"deterministic": True, **kept}
+    ours = pressed(setting)
+    assert ours.met["swapped_out"]
+    assert_same_bits(ours.run, on_the_double(setting.folder, setting.mix, **kept))
+
+
 @pytest.mark.parametrize("gemm", [False, True])
 def test_graphs_and_eager_steps_give_the_same_bits(gemm: bool) -> None:
     jobs = {f"job{n}": Job(prompt(3 * n + 1, n), greedy(12), arrives=n % 3) for n in range(12)}
