@@ -76,7 +76,7 @@ def matmul_case(device: CpuDevice, dtype: str, outputs: int, inputs: int, count:
     x = np.random.default_rng(0).standard_normal((count, inputs), dtype=np.float32)
     out = np.empty((count, outputs), np.float32)
     runs = [partial(device.ops.matmul, x, weight, out) for weight in weights]
-    name = f"{dtype} {inputs}x{outputs}, {count} row{'s' if count > 1 else ''}"
+    name = f"{dtype} {outputs}x{inputs}, {count} row{'s' if count > 1 else ''}"
     operations = 2.0 * count * outputs * inputs
     return Case(name, *_captured(device, runs, first.nbytes, operations), first.nbytes, operations, quantised)
 
@@ -105,7 +105,8 @@ class AttentionShape:
         text = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, context {self.context}"
         if self.shared:
             text += f" ({self.shared} shared)"
-        return f"{text}, {self.queries * self.sequences} queries"
+        each = f"{self.queries} {'query' if self.queries == 1 else 'queries'}"
+        return f"{text}, {each}" if self.sequences == 1 else f"{text}, {self.sequences} x {each}"
 
 
 def attention_case(device: CpuDevice, dtype: str, shape: AttentionShape) -> Case:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,16 +66,19 @@ def check(llm: LLM, task: Task) -> None:
         )
 
 
-def measure(llm: LLM, task: Task, rounds: int) -> Rates:
-    """Rates of so many rounds; a short one before them warms."""
+def measure(llm: LLM, task: Task, rounds: int, begins: Callable[[int], None] | None = None) -> Rates:
+    """Rates of so many rounds; a short one before them, number 0, warms. `begins(number)` is called before each."""
     check(llm, task)
     engine = llm.engine
     rates = _rates(engine, task)
     device = engine.device
     roofs = Roofs(device.team) if isinstance(device, CpuDevice) else None
-    _run(engine, Task(task.streams, task.prompt, 2), 0)
-    for number in range(1, rounds + 1):
-        prefill, decode = _run(engine, task, number)
+    for number in range(rounds + 1):
+        if begins is not None:
+            begins(number)
+        prefill, decode = _run(engine, task if number else Task(task.streams, task.prompt, 2), number)
+        if number == 0:
+            continue
         rates.prefill.append(prefill)
         rates.decode.append(decode)
         if roofs is not None:

@@ -12,6 +12,7 @@ from cupaged.bench.against import Measurement, measure
 from cupaged.bench.cases import AttentionShape, Case, attention_case, matmul_case
 from cupaged.bench.roofs import Roofs
 from cupaged.device.cpu import CpuDevice
+from cupaged.loading import ProgressSink, Reports
 
 # Outputs x inputs of SmolLM2-135M's matrices (q, k and v together; gate and up together) and of one like a 7B model's.
 SMOLLM2 = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
@@ -55,9 +56,11 @@ def _usual_cases(device: CpuDevice, only: str | None) -> Iterator[tuple[str, Cas
             yield "prefill", case
 
 
-def run_all(threads: int | None, seconds: float, only: str | None = None) -> Iterator[tuple[str, Measurement]]:
+def run_all(
+    threads: int | None, seconds: float, only: str | None = None, progress: ProgressSink | None = None
+) -> Iterator[tuple[str, Measurement]]:
     """(kernel, its figures), as they are measured; `only` "matmul" or "attention". `seconds` for each row."""
-    device = CpuDevice(threads)
+    device = CpuDevice(threads, Reports(progress).of("kernels", "kernels"))
     try:
         roofs = Roofs(device.team)
         for kernel, case in _usual_cases(device, only):

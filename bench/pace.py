@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,12 +83,17 @@ def check(llm: LLM, company: Company) -> None:
         )
 
 
-def measure(llm: LLM, company: Company, rounds: int) -> Gaps:
-    """Gaps and speeds of so many rounds; one before them warms, and tells the engine what its steps cost."""
+def measure(llm: LLM, company: Company, rounds: int, begins: Callable[[int], None] | None = None) -> Gaps:
+    """Gaps and speeds of so many rounds; one before them, number 0, warms, and tells the engine what its steps cost.
+
+    `begins(number)` is called before each.
+    """
     check(llm, company)
     gaps = Gaps()
     rng = np.random.default_rng(0)
     for number in range(rounds + 1):
+        if begins is not None:
+            begins(number)
         one = Gaps()
         _round(llm, company, rng, one)
         if number:

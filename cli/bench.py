@@ -14,7 +14,7 @@ from cupaged.cli.bench_quality import quality
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Measure kernels on this machine."""
+    """Measure models, kernels and memory on this machine."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

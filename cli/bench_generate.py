@@ -9,14 +9,14 @@ import click
 
 from cupaged.cli import runtime
 from cupaged.cli.output import Output
-from cupaged.cli.progress import Progress
+from cupaged.cli.progress import Progress, say_round
 from cupaged.cli.values import number
 
 if TYPE_CHECKING:
     from cupaged.bench.generate import Rates, Task
 
 
-@click.command()
+@click.command(short_help="Tokens a second of a model's prefill and decode.")
 @runtime.model_options(required=True)
 @click.option("--prompt-tokens", type=number(int, 1, 1 << 20), default=512, show_default=True, help="In each stream.")
 @click.option("--new-tokens", type=number(int, 2, 1 << 20), default=128, show_default=True, help="In each stream.")
@@ -40,7 +40,7 @@ def generate(
     task = Task(streams, prompt_tokens, new_tokens)
     with Progress() as progress, runtime.open_llm(weights, **options, progress=progress) as llm:
         progress.clear()
-        rates = measure(llm, task, rounds)
+        rates = measure(llm, task, rounds, lambda number: say_round(number, rounds))
         info = llm.info()
     if as_object:
         output.json(_object(rates, task, info))

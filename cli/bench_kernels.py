@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from cupaged.cli import runtime
 from cupaged.cli.output import Output
+from cupaged.cli.progress import Progress
 from cupaged.cli.values import number
 from cupaged.errors import OptionError, shown
 from cupaged.kernels.interface import PACKED_BLOCK_BYTES, STORAGE_BYTES
@@ -38,7 +40,7 @@ class Table:
         self._as_object = as_object
         if not as_object:
             self._output.write(
-                f"{'kernel':9} {'case':57} {'time':>9} {'GB/s':>6} of {'':5} {'GOP/s':>7} of {'':6} share\n"
+                f"{'kernel':9} {'case':65} {'time':>9} {'GB/s':>6} of {'':5} {'GOP/s':>7} of {'':6} share\n"
             )
 
     def show(self, kernel: str, row: Measurement) -> None:
@@ -46,11 +48,11 @@ class Table:
             self._output.json({"kernel": kernel, **asdict(row), "share": row.share, "bound": row.bound})
             return
         figures = f"{row.gb_s:6.1f} of {row.read_roof:5.1f} {row.gop_s:7.1f} of {row.arithmetic_roof:6.1f}"
-        line = f"{kernel:9} {row.case:57} {row.microseconds:6.0f} us {figures} {row.share:5.0%} of {row.bound}"
+        line = f"{kernel:9} {row.case:65} {row.microseconds:6.0f} us {figures} {row.share:5.0%} of {row.bound}"
         self._output.write(line + "\n")
 
 
-@click.command()
+@click.command(short_help="Products and attention of the usual shapes.")
 @_threads
 @_seconds
 @click.option("--only", metavar="KERNEL", type=click.Choice(["matmul", "attention"]), help="Only these rows.")
@@ -65,8 +67,10 @@ def kernels(threads: int | None, seconds: float, only: str | None, as_object: bo
     from cupaged.bench.kernels import run_all
 
     table = Table(as_object)
-    for kernel, row in run_all(threads, seconds, only):
-        table.show(kernel, row)
+    with Progress() as progress:
+        for kernel, row in run_all(threads, seconds, only, progress):
+            progress.clear()
+            table.show(kernel, row)
     return 0
 
 
@@ -87,7 +91,7 @@ class Shape(click.ParamType):
         return sides
 
 
-@click.command()
+@click.command(short_help="Matrix products: GB/s and GOP/s beside the roofs.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, metavar="OUTxIN",
     help="Of the weights; may be repeated.  [default: the matrices of SmolLM2-135M, and 4096x4096]",
 )  # fmt: skip
@@ -125,7 +129,7 @@ def matmul(
     return 0
 
 
-@click.command()
+@click.command(short_help="Paged attention: GB/s and GOP/s beside the roofs.")
 @click.option("--heads", type=number(int, 1, 1024), default=9, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=number(int, 1, 1024), default=3, show_default=True, help="K/V heads.")
 @click.option("--head-dim", type=number(int, 1, 512), default=64, show_default=True, help="Numbers in a head.")
@@ -178,13 +182,13 @@ def _measure(kernel: str, cases: Any, threads: int | None, seconds: float, as_ob
     from cupaged.bench.against import measure
     from cupaged.bench.roofs import Roofs
     from cupaged.device.cpu import CpuDevice
+    from cupaged.loading import Reports
 
     table = Table(as_object)
-    device = CpuDevice(threads)
-    try:
+    with Progress() as progress, closing(CpuDevice(threads, Reports(progress).of("kernels", "kernels"))) as device:
         roofs = Roofs(device.team)
         listed: Iterable[Any] = cases(device)
         for case in listed:
-            table.show(kernel, measure(case, roofs, seconds))
-    finally:
-        device.close()
+            measured = measure(case, roofs, seconds)
+            progress.clear()
+            table.show(kernel, measured)

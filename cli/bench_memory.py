@@ -26,7 +26,7 @@ def named(option: str, work: Callable[[], T]) -> T:
         raise OptionError(f"{option}: {error}") from None
 
 
-@click.command()
+@click.command(short_help="How many sequences fit, paged and contiguous.")
 @click.option(
     "--trace",
     default=TRACES[0],

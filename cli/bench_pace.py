@@ -8,14 +8,14 @@ import click
 
 from cupaged.cli import runtime
 from cupaged.cli.output import Output
-from cupaged.cli.progress import Progress
+from cupaged.cli.progress import Progress, say_round
 from cupaged.cli.values import number
 
 if TYPE_CHECKING:
     from cupaged.bench.pace import Gaps
 
 
-@click.command()
+@click.command(short_help="What decoding and an arriving prompt cost each other.")
 @runtime.model_options(required=True)
 @click.option("--decodes", type=number(int, 1, 4095), default=16, show_default=True, help="Sequences that decode.")
 @click.option("--prompt-tokens", type=number(int, 1, 1 << 20), default=2000, show_default=True, help="That arrive.")
@@ -32,7 +32,7 @@ def pace(weights: str, decodes: int, prompt_tokens: int, rounds: int, as_object:
     output = Output()
     with Progress() as progress, runtime.open_llm(weights, **options, progress=progress) as llm:
         progress.clear()
-        gaps = measure(llm, Company(decodes, prompt_tokens), rounds)
+        gaps = measure(llm, Company(decodes, prompt_tokens), rounds, lambda number: say_round(number, rounds))
         where = llm.info()["device"]
     figures = _figures(gaps)
     if as_object:
@@ -40,9 +40,14 @@ def pace(weights: str, decodes: int, prompt_tokens: int, rounds: int, as_object:
 
         output.json({"machine": describe_machine(), "decodes": decodes, "prompt_tokens": prompt_tokens, **figures})
     else:
-        threads = f", {where['threads']} threads" if where["threads"] else ""
-        output.write(f"{where['name']}{threads}; {decodes} decoding, {rounds} rounds\n" + _text(figures, prompt_tokens))
+        threads = f", {_counted(where['threads'], 'thread')}" if where["threads"] else ""
+        rows = _text(figures, prompt_tokens)
+        output.write(f"{where['name']}{threads}; {decodes} decoding, {_counted(rounds, 'round')}\n{rows}")
     return 0
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _figures(gaps: Gaps) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cupaged.errors import OptionError, shown
 MAX_TEXT_BYTES = 64 << 20
 
 
-@click.command()
+@click.command(short_help="What narrow weights cost: perplexity, divergence.")
 @runtime.model_options(required=True)
 @click.option(
     "--text", type=Text(), required=True, metavar="FILE", help="A text in UTF-8; its first --tokens tokens are read."

@@ -15,7 +15,7 @@ from cupaged.errors import OptionError
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-@click.command()
+@click.command(short_help="Write a model as a folder as on the Hub.")
 @click.argument("source")
 @click.argument("target")
 @click.option(

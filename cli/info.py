@@ -24,7 +24,7 @@ PACKAGES = (
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "sve")
 
 
-@click.command()
+@click.command(short_help="Show this machine, or a model and its memory plan.")
 @runtime.model_options(required=False)
 @click.option("--json", "as_object", is_flag=True, help="One JSON object.")
 @runtime.debug_option

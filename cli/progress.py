@@ -12,6 +12,11 @@ DELAY_SECONDS = 1.0
 TITLES = {"kernels": "compiling kernels, once for this processor and kind of model", "weights": "loading weights"}
 
 
+def say_round(number: int, rounds: int) -> None:
+    """A line before each round of a measurement, 0 being one that warms: a bar that moves would be measured, too."""
+    note(f"round {number} of {rounds} ..." if number else "a round to warm up ...")
+
+
 class Event(Protocol):
     """What LLM reports: `done` of `total` (None: unknown) `unit`s of a stage: a key of TITLES, or a line of its own."""
 

@@ -27,7 +27,7 @@ _weights = click.option(
 )  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Show the token ids of a text.")
 @_weights
 @click.argument("text", type=Text())
 @click.option("--no-special", is_flag=True, help="Without the tokens put around a prompt, such as BOS.")
@@ -49,7 +49,7 @@ def tokenize(weights: str, text: str, no_special: bool, as_object: bool) -> int:
     return 0
 
 
-@click.command()
+@click.command(short_help="Show the text of token ids.")
 @_weights
 @click.argument("ids")
 @click.option("--skip-special", is_flag=True, help="Leave special tokens out, as the text of `generate` does.")

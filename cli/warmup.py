@@ -11,14 +11,14 @@ from cupaged.cli.output import Output
 from cupaged.cli.progress import Progress
 
 
-@click.command()
+@click.command(short_help="Compile the kernels that a model needs.")
 @runtime.model_options(required=True, only=("device", "dtype", "quantize", "kv_dtype", "block_size", "deterministic"))
 @runtime.debug_option
 def warmup(weights: str, **options: Any) -> int:
     """Compile the kernels that a model needs on this machine, and keep them for later starts.
 
-    For an image of a container, say. The model is fetched if need be, but not loaded. Options are those with which it
-    will be used.
+    For an image of a container, say. The model is fetched if need be, but not loaded. The options are those of
+    `generate` that say which kernels it needs.
     """
     from cupaged.loading import LoadOptions
     from cupaged.warmup import warm_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from cupaged.bench.pace import quantile
 from cupaged.cli import main
 from cupaged.cli.bench_kernels import WEIGHT_TYPES
 from cupaged.device.cpu import CpuDevice
+from cupaged.errors import DeviceError
 
 Call = Callable[..., tuple[int, str, str]]
 TINY = ["--weights", str(DATA / "llama"), "--threads", "1", "--rounds", "1"]
@@ -50,7 +52,7 @@ def test_matmul_rows_count_bytes_and_operations(call: Call) -> None:
         call, "matmul", "--shape", "64x96", "--rows", "1", "--rows", "3", "--dtype", "Q8_0", "--dtype", "float16"
     )
     assert [row["case"] for row in found] == [
-        "Q8_0 96x64, 1 row", "Q8_0 96x64, 3 rows", "float16 96x64, 1 row", "float16 96x64, 3 rows"
+        "Q8_0 64x96, 1 row", "Q8_0 64x96, 3 rows", "float16 64x96, 1 row", "float16 64x96, 3 rows"
     ]  # fmt: skip
     for row, nbytes in zip(found, (64 * 102, 64 * 102, 64 * 192, 64 * 192), strict=True):
         count = 3 if "3 rows" in row["case"] else 1
@@ -65,8 +67,8 @@ def test_matmul_rows_count_bytes_and_operations(call: Call) -> None:
 def test_attention_rows_count_shared_blocks_once(call: Call) -> None:
     shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "96", "--sequences", "3"]
     apart, shared = rows(call, "attention", *shape)[0], rows(call, "attention", *shape, "--shared", "64")[0]
-    assert apart["case"] == "float16 4/2 heads of 16, context 96, 3 queries"
-    assert shared["case"] == "float16 4/2 heads of 16, context 96 (64 shared), 3 queries"
+    assert apart["case"] == "float16 4/2 heads of 16, context 96, 3 x 1 query"
+    assert shared["case"] == "float16 4/2 heads of 16, context 96 (64 shared), 3 x 1 query"
     token = 2 * 2 * 16 * 2
     assert apart["gb_s"] == pytest.approx(3 * 96 * token / apart["microseconds"] / 1e3)
     assert shared["gb_s"] == pytest.approx((64 + 3 * 32) * token / shared["microseconds"] / 1e3)
@@ -88,6 +90,21 @@ def test_rows_as_text_stand_in_columns(call: Call) -> None:
     assert row.endswith(("% of memory", "% of arithmetic"))
 
 
+def test_kernels_that_are_compiled_meanwhile_are_announced(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiles(threads: int, progress: Callable[[int, int], None]) -> CpuDevice:
+        progress(0, 3)
+        time.sleep(0.1)
+        progress(3, 3)
+        raise DeviceError("enough")
+
+    monkeypatch.setattr("cupaged.cli.progress.Progress.__init__.__defaults__", (0.02,))
+    monkeypatch.setattr("cupaged.device.cpu.CpuDevice", compiles)
+    monkeypatch.setattr("cupaged.bench.kernels.CpuDevice", compiles)
+    for command in ("matmul", "attention", "kernels"):
+        code, _, err = call(command, "--threads", "1")
+        assert code == 1 and err.startswith("cupaged: compiling kernels, once for"), command
+
+
 def test_generate_tells_rates_and_roofs(call: Call) -> None:
     code, out, err = call("generate", *TINY, "--prompt-tokens", "8", "--new-tokens", "4", "--streams", "2", "--json")
     assert code == 0, err
@@ -104,6 +121,7 @@ def test_generate_tells_rates_and_roofs(call: Call) -> None:
     assert first.endswith("1 stream of 8 + 4 tokens, medians of 1")
     assert prefill.startswith("prefill ") and "GOP/s (" in prefill
     assert decode.startswith("decode ") and "of the read bandwidth)" in decode
+    assert err.splitlines() == ["cupaged: a round to warm up ...", "cupaged: round 1 of 1 ..."]
 
 
 def test_pace_tells_gaps_and_speeds_over_what_they_are_without_each_other(call: Call) -> None:
@@ -120,7 +138,8 @@ def test_pace_tells_gaps_and_speeds_over_what_they_are_without_each_other(call: 
     code, out, err = call("pace", *TINY, "--decodes", "2", "--prompt-tokens", "40")
     assert code == 0, err
     first, half, most, speed = out.splitlines()
-    assert first.endswith("2 decoding, 1 rounds")
+    assert first.endswith(", 1 thread; 2 decoding, 1 round")
+    assert err.splitlines() == ["cupaged: a round to warm up ...", "cupaged: round 1 of 1 ..."]
     assert half.startswith("gap p50 ") and most.startswith("gap p99 ") and most.endswith(" times")
     assert speed.startswith("prompt ") and speed.endswith("%   (40 tokens)")
 
