@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +40,25 @@ def warm_up(weights: str | Path, options: LoadOptions, progress: ProgressSink | 
     try:
         opened = open_model(weights, options, reports, device.kind)
         before, began = _kept(), time.monotonic()
-        opened.prepare(device, options.block_size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "compiled kernels cannot be kept")
+            opened.prepare(device, options.block_size)
         seconds = time.monotonic() - began
+    except UserWarning:  # of some at least: the disk may be full
+        raise _not_kept(compiled) from None
     finally:
         device.close()
     places = list(_kept()) if not compiled else [path for path, when in _kept().items() if before.get(path) != when]
-    if not places:
-        raise DeviceError(
-            f"{compiled} kernels were compiled but could not be kept: no folder for them can be written; "
-            "set CUPAGED_CACHE_DIR to one"
-        )
+    if not places or (device.kind == "cuda" and len(places) < compiled):  # a file each there
+        raise _not_kept(compiled)
     return WarmedUp(f"{device.name} ({device.kind})", compiled, seconds, places[0].parent)
+
+
+def _not_kept(compiled: int) -> DeviceError:
+    return DeviceError(
+        f"{compiled} kernels were compiled but could not all be kept: no folder for them can be written, or it "
+        "is full; set CUPAGED_CACHE_DIR to another one"
+    )
 
 
 def _kept() -> dict[Path, int]:

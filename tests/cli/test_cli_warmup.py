@@ -8,7 +8,7 @@ import pytest
 from checkpoints import DATA
 
 from cupaged.cli import main
-from cupaged.kernels.cpu import library
+from cupaged.kernels.cpu import compile, library
 from cupaged.kernels.cpu.catalog import GROUP_OF, groups_for
 
 LLAMA = str(DATA / "llama")
@@ -61,7 +61,25 @@ def test_kernels_that_cannot_be_kept_are_an_error(
     (tmp_path / "cache").write_text("in the way")
     assert main(["warmup", "-w", LLAMA, "--device", "cpu"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "could not be kept: no folder for them can be written" in captured.err
+    assert captured.out == "" and "could not all be kept: no folder for them can be written" in captured.err
+
+
+def test_a_disk_that_is_full_halfway_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(groups: list[str], progress: library.Progress | None) -> list[tuple[str, str, bytes]]:
+        return [(name, name, bytes(64)) for name, group in GROUP_OF.items() if group in groups]
+
+    write = library._write
+    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "compile_kernels", compiled)
+    monkeypatch.setattr(library, "_write", lambda path, objects: "basic" not in path.name and write(path, objects))
+    monkeypatch.setattr(library.KernelLibrary, "_link", lambda self, objects: None)
+    monkeypatch.setattr(library, "_loaded", None)
+    assert main(["warmup", "-w", LLAMA, "--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "could not all be kept" in captured.err
+    assert list((tmp_path / "kernels").glob("*.bin"))
 
 
 def test_only_options_that_matter_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
