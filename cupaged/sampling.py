@@ -65,7 +65,7 @@ class SamplingParams:
     prompt_logprobs: the same as logprobs for each token of the prompt, 0 .. 20; the first has none.
     logits_processor: called for each new token as ``f(token_ids, logits)`` with the ids so far (prompt and output) and
         the logits, float32 [V], its own to change; returns logits, or None if it changed them in place. If it raises,
-        that request ends with an error.
+        that request ends with an error; but a KeyboardInterrupt or the like on the main thread goes to the caller.
     n: outputs, 1 .. 1024. The prompt is computed and stored once; output i is the same whatever n is. With best_of or
         beam_width: the n best.
     best_of: sequences to sample, n .. 1024, of which the n with the highest mean log-probability of their tokens (of
