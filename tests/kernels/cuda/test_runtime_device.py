@@ -17,9 +17,10 @@ from streamdouble.double import StreamDouble
 from cupaged.cache import PagedKVCache
 from cupaged.device.base import ModelShape
 from cupaged.device.cuda import RESERVED_BYTES, CudaDevice
+from cupaged.device.cuda_capture import RECORDED
 from cupaged.errors import DeviceError, DeviceMemoryError, KernelError, OptionError
 from cupaged.kernels.cuda.backend import STAGING_BYTES
-from cupaged.kernels.interface import PACKED_BLOCK_BYTES, packed_bytes
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, Operations, packed_bytes
 
 SEEDS = range(4)
 
@@ -27,6 +28,13 @@ SEEDS = range(4)
 def device_on(seed: int = 0, **options: Any) -> CudaDevice:
     given = {name: options.pop(name) for name in ("deterministic", "graphs") if name in options}
     return CudaDevice(StreamDouble(seed, **options), **given)
+
+
+def test_every_operation_of_a_pass_is_recorded_while_a_step_is_captured() -> None:
+    """One that is not would run before those that were recorded before it."""
+    at_once = {"matrix", "vector", "plan_attention", "copy_blocks", "sample", "broken_rows"}
+    named = {name for name in vars(Operations) if not name.startswith("_")}
+    assert named - set(RECORDED) == at_once
 
 
 @pytest.mark.parametrize("seed", SEEDS)
