@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
 from cupaged.kernels.cpu.emit import (
+    I32,
     SIZE,
-    STORE,
     Emitter,
     as_float,
     like,
@@ -208,12 +209,32 @@ def add(op, chunk, _thread):  # type: ignore[no-untyped-def]
     _add_row(x + 4 * first, y + 4 * first, min(total - first, size))
 
 
+def _put(kind: str, together: bool) -> Any:
+    """Intrinsic (source, target, step, n): n floats stored as `kind`, `step` bytes apart (`together`: side by side)."""
+
+    @primitive(4)
+    def put(e: Emitter, source: Any, target: Any, step: Any, n: Any) -> None:
+        def body(at: Any, lanes: int | None) -> None:
+            value = e.narrowed(e.floats(e.add(source, at), lanes), kind)
+            place = e.add(target, e.mul(e.b.lshr(at, e.const(2)), step))
+            if together or lanes is None:
+                e.store(value, place, SIZE[kind])
+                return
+            for lane in range(lanes):
+                one = e.b.extract_element(value, ir.Constant(I32, lane))
+                e.store(one, e.add(place, e.mul(step, lane)), SIZE[kind])
+
+        e.each(n, body)
+
+    return put
+
+
 def write_kv(kind: str) -> Any:
     """K/V of a token into its slot. Record: key, value, token strides (bytes), slots (int64), pool, KV heads, D,
     block size, block stride, layer offset, kv stride, head stride, k_row, k_column (elements), tokens, tokens a chunk.
     Chunk: some tokens."""
-    store = STORE[kind]
     size = SIZE[kind]
+    run, column = _put(kind, True), _put(kind, False)
 
     @njit(types.void(types.int64, types.int64), **OPTIONS)
     def write_token(op, token):  # type: ignore[no-untyped-def]
@@ -230,10 +251,11 @@ def write_kv(kind: str) -> Any:
             k = base + (h * head_stride + offset * k_column) * size
             v = base + (h * head_stride + kv + offset * dim) * size
             source = h * dim * 4
-            for d in range(dim):
-                store(k + d * k_row * size, load_float(key + source + d * 4))
-            for d in range(dim):
-                store(v + d * size, load_float(value + source + d * 4))
+            if k_row == 1:
+                run(key + source, k, size, dim)
+            else:
+                column(key + source, k, k_row * size, dim)
+            run(value + source, v, size, dim)
 
     @njit(KERNEL, **OPTIONS)
     def write_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]

@@ -181,15 +181,15 @@ class Emitter:
 
     def store_float(self, value: Any, address: Any, kind: str) -> None:
         """Store float32 `value` as `kind`, rounded to nearest even; NaN stays NaN."""
+        self.store(self.narrowed(value, kind), address, STORAGE_BYTES[kind])
+
+    def narrowed(self, value: Any, kind: str) -> Any:
+        """What `store_float` stores; bfloat16 as int16, float16 too where there is no conversion to it."""
         if kind == "float32":
-            self.store(value, address, 4)
-        elif kind == "float16":
-            if HALF_NATIVE:
-                self.store(self.b.fptrunc(value, retype(value.type, F16)), address, 2)
-            else:
-                self.store(self._narrow_half(value), address, 2)
-        else:
-            self.store(self.narrow_bfloat(value), address, 2)
+            return value
+        if kind == "bfloat16":
+            return self.narrow_bfloat(value)
+        return self.b.fptrunc(value, retype(value.type, F16)) if HALF_NATIVE else self._narrow_half(value)
 
     def narrow_bfloat(self, value: Any) -> Any:
         """The bits of float32 as bfloat16, rounded to nearest even; NaN stays NaN."""
