@@ -248,8 +248,8 @@ class LLM:
             for request_id in list(self._queues):
                 self._loaded.engine.abort(request_id)
             self._queues.clear()
-            self._loaded.device.close()
-            self._loaded = None
+            loaded, self._loaded = self._loaded, None  # closed, though its device may fail in closing
+            loaded.device.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -234,7 +234,8 @@ class Worker:
             self._broken = error
         finally:
             self._end_all()
-            self._llm.close()
+            with suppress(CupagedError):  # a device that is broken says so once more; everybody has been told
+                self._llm.close()
 
     def _finished(self) -> bool:
         return not (self._mail.open or self._mail.commands or self._readers)

@@ -230,10 +230,12 @@ class CudaDevice(Device):
         if self._closed:
             return
         self._closed = True
-        if self._process == os.getpid():
-            self.runtime.close()
-        for kept in self._kept.values():
-            kept.clear()
+        try:
+            if self._process == os.getpid():
+                self.runtime.close()
+        finally:  # a broken GPU says so here, too
+            for kept in self._kept.values():
+                kept.clear()
 
     def _check(self) -> None:
         """DeviceError where the device was closed, or is a forked child's copy of its parent's."""

@@ -4,14 +4,18 @@ it would have got, and afterwards all is as before."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkpoints import DATA
 from engine_support import Job, block_bytes, greedy, prompt, tiny
 from recording import run
 
 from cupaged import LLM, SamplingParams
+from cupaged.async_engine import AsyncEngine
+from cupaged.device.cpu import CpuDevice
 from cupaged.engine import Engine
 from cupaged.errors import DeviceError
 from cupaged.outputs import RequestOutput
@@ -140,3 +144,23 @@ def test_a_processor_that_interrupts_the_main_thread_is_heard_and_nobody_hangs(o
         engine.forget("own")
         engine.forget("plain")
         engine.check_idle()
+
+
+def test_a_device_that_fails_in_closing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: CpuDevice) -> None:
+        close(device)
+        raise DeviceError("the GPU is lost")
+
+    close, unheard = CpuDevice.close, list[Any]()
+    monkeypatch.setattr(CpuDevice, "close", broken)
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+    llm = tiny()
+    with pytest.raises(DeviceError, match="the GPU is lost"):
+        llm.close()
+    llm.close()
+    with pytest.raises(DeviceError, match="this LLM was closed"):
+        llm.generate([[5, 7]], greedy(1))
+    engine = AsyncEngine(DATA / "llama", device="cpu", dtype="float32", threads=1)
+    assert engine.submit([5, 7], greedy(2)).result().finish_reason == "length"
+    engine.shutdown()
+    assert not unheard
