@@ -18,6 +18,11 @@ UNUSED_DAYS = 30
 _OURS = re.compile(r"cpu-[0-9a-f]+-[\w-]+\.bin|cuda-[\w-]+-[0-9a-f]+\.cubin|tmp\w{8}")
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """An `opener` for `open`: a pipe of the name of one of our files must not hold us up."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def mark_used(path: Path) -> None:
     """Note that a file was used today. Writes once a day at most, and not at all where that is not allowed."""
     with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from typing import Any
 from cupaged.errors import DeviceError, KernelError
 from cupaged.kernels.cpu.library import cache_folders
 from cupaged.kernels.cuda import libraries, sources
-from cupaged.kernels.kept_files import mark_used, remove_unused
+from cupaged.kernels.kept_files import mark_used, remove_unused, without_waiting
 
 _MISSING = "{}: not found; pip install {}, or set CUDA_PATH"
 
@@ -138,7 +138,7 @@ def _headers_digest() -> str:
 def _read(path: Path) -> bytes | None:
     """A file that is whole and that only we, or root, could have written: it holds code that will run. Else None."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=without_waiting) as file:
             status = os.fstat(file.fileno())
             if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022):
                 return None

@@ -131,6 +131,15 @@ def test_a_folder_that_cannot_be_written_is_passed_over(
     assert compile.cubin("sample.cu", 80, {}) and not compile.is_kept("sample.cu", 80, {})
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders")
+def test_what_is_no_file_of_ours_holds_nobody_up(nvrtc: FakeNvrtc) -> None:
+    for place, make in enumerate((os.mkfifo, os.mkdir), 1):
+        path = compile._paths("norms.cu", 80, {"A": place})[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path)
+        assert compile.cubin("norms.cu", 80, {"A": place}) and len(nvrtc.compiled) == place
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_many_processes_and_threads_at_once_find_whole_files(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
     nvrtc.seconds = 0.02
