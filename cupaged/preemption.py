@@ -330,9 +330,10 @@ class Room:
         return any(host is not None and host.num_used for host in self.manager.host_pools)
 
     def _tokens(self, request: Request) -> int:
-        """Tokens to compute anew if the request loses everything, shared blocks once."""
+        """Tokens to compute anew if the request loses everything, shared blocks once; those that a window has passed,
+        too."""
         tables = tables_of(request)
-        blocks = self.manager.blocks_in(Pool.DEVICE, 0, tables) + self.manager.blocks_in(Pool.PINNED_HOST, 0, tables)
+        blocks = {place for each in tables for place in enumerate(each.tables[0].refs)}
         return min(len(blocks) * self.manager.groups[0].block_size, sum(each.num_tokens for each in tables))
 
 

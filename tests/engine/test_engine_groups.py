@@ -122,3 +122,18 @@ def test_windows_slide_under_pressure_with_swaps_forks_and_shared_prompts(split:
         assert llm.engine.scheduler.preemptions > 0 or llm.engine.manager.stats().swapped_out > 0
         llm.engine.check_idle()
         llm.engine.manager.audit()
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 16), (16, None), (16, 16)])
+def test_what_recomputing_costs_counts_what_a_window_has_passed(split: Split, windows: Any) -> None:
+    split(*windows)
+    with tiny(prefix_cache=False) as llm:
+        engine = llm.engine
+        engine.add_request(prompt(80), greedy(5, n=2), "two")
+        engine.add_request(prompt(50), greedy(5), "one")
+        for _ in range(3):
+            engine.step()
+        tokens = [engine.scheduler.room._tokens(engine.request(name)) for name in ("one", "two")]
+        (one,) = engine.request("one").sequences
+        assert tokens[0] == one.num_computed > 50
+        assert 80 <= tokens[1] <= 80 + 2 * 16  # the prompt once
