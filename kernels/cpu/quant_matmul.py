@@ -64,14 +64,19 @@ def row_tiles(layout_name: str) -> Any:
     """
     one, two = low_tile(layout_name, 1), low_tile(layout_name, 2)
     if not target().wide:
+        fetching, step = tall_tile(layout_name, 2), fetched(LAYOUTS[layout_name])
 
         @njit(_TILES, **OPTIONS)
-        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last):  # type: ignore[no-untyped-def]
+        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
             m = 0
             while m < rows:
                 xa = x + m * x_stride
                 oa = out + m * out_stride
-                if rows - m >= 2:
+                if rows > FEW and ahead < last and rows - m >= 2:
+                    fetching(records, count, xa, x_stride, oa, out_stride, fresh, ahead, ahead, step)
+                    ahead += count * step
+                    m += 2
+                elif rows - m >= 2:
                     two(records, count, xa, x_stride, oa, out_stride, fresh)
                     m += 2
                 else:
