@@ -89,7 +89,8 @@ class Progress:
                 return  # it ended while the timer went off
             if self._is_terminal:
                 self._bar = _make_bar(event.unit)
-                self._task = self._bar.add_task(TITLES.get(stage, stage), total=event.total, completed=event.done)
+                title = TITLES.get(stage, stage).partition(",")[0]  # a line of 80 columns has bar and numbers, too
+                self._task = self._bar.add_task(title, total=event.total, completed=event.done)
                 self._bar.start()
             else:
                 note(f"{TITLES.get(stage, stage)} ...")

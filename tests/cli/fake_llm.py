@@ -84,6 +84,9 @@ class FakeLLM:
         if self.mode in ("wrapped-load", "lost-load"):
             print("loading", file=sys.stderr, flush=True)
             sleep_that_wraps() if self.mode == "wrapped-load" else sleep_in_a_callback()
+        if self.mode == "compiling":
+            progress(Event("kernels", 21, 44, "kernels"))
+            time.sleep(1.4)
         if self.mode == "staged":
             progress(Event("weights", 1, 4))
             time.sleep(1.4)

@@ -119,6 +119,11 @@ def test_a_terminal_shows_a_bar_for_long_work_and_the_text_on_a_clean_line(start
     assert shown.endswith(b"\x1b[2K one two\r\n")  # the bar's line is erased, then the text comes
 
 
+def test_a_bar_has_room_for_its_numbers_in_80_columns(start: Start) -> None:
+    _, shown = on_terminal(start, "generate", "-w", "fake:compiling", "-p", "a", "-n", "2")
+    assert re.search(rb"compiling kernels .*21/44 kernels 0:00:0\d\s", re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown))
+
+
 def test_a_terminal_shows_no_bar_for_short_work(start: Start) -> None:
     assert on_terminal(start, "generate", "-w", "fake", "-p", "a", "-n", "2") == (0, b" one two\r\n")
 
