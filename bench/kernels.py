@@ -52,7 +52,7 @@ def _usual_cases(device: CpuDevice, only: str | None) -> Iterator[tuple[str, Cas
         prompts = [AttentionShape(*heads, 1024, 512) for heads in HEADS]
         for case in attention_cases(device, ("float32", "float16", "bfloat16"), decode):
             yield "decode", case
-        for case in attention_cases(device, ("float32", "float16"), prompts):
+        for case in attention_cases(device, ("float32", "float16", "bfloat16"), prompts):
             yield "prefill", case
 
 
