@@ -5,6 +5,7 @@ Not thread-safe: one thread at a time owns an engine (`LLM` holds a lock around 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from cupaged.scheduler import Chunk, Scheduler, StepPlan
 from cupaged.stats import EngineStats, stats_of
 from cupaged.step_logits import StepLogits
 from cupaged.swap import SwapEngine
+
+_log = logging.getLogger("cupaged")
 
 
 class Engine:
@@ -194,6 +197,8 @@ class Engine:
         try:
             self._run_items(plan.items)
             for request in plan.outgrown:
+                # Its best outputs may be ones that had ended before, which do not show it.
+                _log.warning("request %s: its beams outgrew the KV memory; the search ended early", request.request_id)
                 for sequence in request.live_sequences:
                     self._finish(sequence, "length", "kv_memory", [])
             chunks = [chunk for chunk in plan.chunks if chunk.sequence.tables is not None]  # others failed just now

@@ -52,7 +52,8 @@ class CompletionOutput:
     logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
     # The eos or stop token id, or the stop string; None for length and abort. "kv_memory": beams that were alone and
-    # had no room to grow ended with "length" before they were as long as asked.
+    # had no room to grow ended with "length" before they were as long as asked (the log says so, too, for outputs that
+    # had ended before may be the better ones).
     stop_reason: int | str | None = None
     score: float | None = None
 

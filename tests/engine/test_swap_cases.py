@@ -136,16 +136,22 @@ def test_A14_a_host_pool_too_small_for_a_group_falls_back_to_recompute_and_all_f
         assert stats.swapped_out == 0  # never a part
 
 
-def test_beams_that_are_alone_and_outgrow_everything_end_with_length_and_say_so() -> None:
+def test_beams_that_are_alone_and_outgrow_everything_end_with_length_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=90, temperature=0.0, ignore_eos=True)
     with small(12, 3, block_size=8) as llm:
         output = llm.generate([prompt(30, 8)], params)[0]
         assert {o.finish_reason for o in output.outputs} == {"length"}
         assert {o.stop_reason for o in output.outputs} == {"kv_memory"}
         assert 0 < output.usage.completion_tokens < 4 * 90
+        said = "request request-0: its beams outgrew the KV memory; the search ended early"
+        assert caplog.messages.count(said) == 1
+        caplog.clear()
         llm.engine.check_idle()
     with small(50, 0, block_size=8) as llm:
         assert {o.stop_reason for o in llm.generate([prompt(30, 8)], params)[0].outputs} == {None}
+    assert said not in caplog.messages
 
 
 # Copies
