@@ -53,4 +53,7 @@ def _of_the_user() -> Path | None:
 
 def _temporary() -> Path:
     name = f"cupaged-{os.getuid()}" if hasattr(os, "getuid") else "cupaged"  # Windows has a directory for each user
-    return Path(tempfile.gettempdir()) / name
+    try:
+        return Path(tempfile.gettempdir()) / name
+    except OSError:
+        raise DownloadError(f"there is no cache folder: no home, and no temporary directory; {_REMEDY}") from None

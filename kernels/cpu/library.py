@@ -23,7 +23,7 @@ from typing import Any
 
 from cupaged.kernels.cpu.catalog import BASIC, GROUP_OF
 from cupaged.kernels.cpu.processor import fingerprint
-from cupaged.kernels.kept_files import mark_used, remove_unused
+from cupaged.kernels.kept_files import mark_used, remove_unused, without_waiting
 
 _FORMAT = 2
 _lock = threading.Lock()
@@ -126,7 +126,8 @@ def cache_folders() -> list[Path]:
     if os.path.isabs(base):
         folders.append(Path(base) / "cupaged" / "kernels")
     if hasattr(os, "getuid"):
-        folders.append(Path(tempfile.gettempdir()) / f"cupaged-{os.getuid()}" / "kernels")
+        with contextlib.suppress(OSError):  # where nothing can be written, kernels may have been compiled before
+            folders.append(Path(tempfile.gettempdir()) / f"cupaged-{os.getuid()}" / "kernels")
     return folders
 
 
@@ -162,10 +163,6 @@ def _read(path: Path) -> list[tuple[str, str, bytes]] | None:
 
     What is checked is the opened file: a path may lead elsewhere a moment later. A pipe there must not hold us up.
     """
-
-    def without_waiting(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
     try:
         with open(path, "rb", opener=without_waiting) as file:
             if not _trusted(os.fstat(file.fileno())):
@@ -240,7 +237,7 @@ def _compiled(groups: list[str], progress: Progress | None) -> list[tuple[str, s
         kept.add(next((path.parent for path in _paths(group) if _write(path, members)), None))
     for folder in kept:
         if folder is None:
-            tried = ", ".join(map(str, cache_folders()))
+            tried = ", ".join(map(str, cache_folders())) or "any folder"
             warnings.warn(
                 f"compiled kernels cannot be kept, so each start compiles: {tried}: not writable", stacklevel=2
             )

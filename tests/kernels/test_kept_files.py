@@ -87,6 +87,20 @@ def test_kernels_that_cannot_be_kept_are_a_warning(monkeypatch: pytest.MonkeyPat
         compiled(monkeypatch, tmp_path / "file", None)
 
 
+def test_kernels_compiled_before_are_found_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container whose file systems are read-only: Python finds no temporary directory there."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.delenv("CUPAGED_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.tempfile, "gettempdir", none)
+    assert library.cache_folders() == [tmp_path / "cupaged" / "kernels"]
+
+
 def test_the_first_kernel_that_is_asked_for_brings_the_basic_ones_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """One go of the compiler, one bar of progress, whatever comes first."""
     asked = []

