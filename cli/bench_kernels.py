@@ -62,8 +62,8 @@ def kernels(threads: int | None, seconds: float, only: str | None, as_object: bo
     """The CPU kernels against this machine's roofs: read bandwidth, and arithmetic of their kind.
 
     Kernel and roofs are run in turn, in the same rounds, and medians are compared; on a machine that is busy with other
-    things the shares hold better than the rates. A share over 100% means that something else slowed the roof's rounds; but
-    attention over bfloat16 K/V multiplies pairs, which some processors do twice as fast as the float multiply-adds.
+    things the shares hold better than the rates. A share over 100% means that something else slowed the roof's rounds;
+    but attention over bfloat16 K/V multiplies pairs, which some processors do twice as fast as the float multiply-adds.
     """
     from cupaged.bench.kernels import run_all
 
