@@ -118,7 +118,7 @@ def _run(engine: Engine, task: Task, number: int) -> tuple[float, float]:
     rng = np.random.default_rng(number)
     params = SamplingParams(max_tokens=task.new, temperature=0, ignore_eos=True)
     prompts = rng.integers(0, engine.config.vocab_size, (task.streams, task.prompt))
-    waiting = {engine.add_request(prompt.tolist(), params) for prompt in prompts}
+    waiting = {engine.add_request(prompt.tolist(), params, watched=False) for prompt in prompts}
     ids = set(waiting)
     first = late = 0.0
     tokens = 0
