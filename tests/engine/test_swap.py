@@ -105,7 +105,7 @@ def texts(result: Run) -> dict[str, list[list[int]]]:
 def assert_same_tokens(some: Run, whole: Run, jobs: dict[str, Job]) -> None:
     for name, job in jobs.items():
         ours, theirs = some.outputs[name], whole.outputs[name]
-        if any(each.finish_reason == "abort" for each in (*ours.outputs, *theirs.outputs)):  # some may have ended before
+        if any(each.finish_reason == "abort" for each in (*ours.outputs, *theirs.outputs)):  # others ended before
             assert job.aborted is not None
             if not job.params.picks:  # which of several is best so far depends on how far they are
                 for a, b in zip(ours.outputs, theirs.outputs, strict=True):
