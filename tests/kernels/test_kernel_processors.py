@@ -28,11 +28,13 @@ for dtype in ("float32", "float16", "bfloat16"):
 
         def recorded(chunks):
             logits = forward(chunks)
-            digest.update(logits.tobytes())
+            digest.update(logits.host.tobytes())
             return logits
 
         llm.engine._forward = recorded
-        llm.generate([list(range(3, 80)), [5, 6, 7]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        prompts = [list(range(3, 80)), [5, 6, 7]]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        assert all(len(output.token_ids) == 8 for output in outputs), outputs
 print("floats", digest.hexdigest())
 ops = get_device("cpu").ops
 for kind in KINDS:

@@ -73,7 +73,7 @@ def test_a_million_random_operations(groups: list[GroupSpec], seed: int) -> None
     swapped = any(spec.host_blocks for spec in groups)
     walked = walk(Driver(100 + seed, groups, in_place=seed == 1), 62_500, PATHS + SWAP_PATHS * swapped, 100, 1000)
     assert walked["audits"] == 62
-    assert sum(walked[verb] for verb in [*VERBS, "swap_out", "swap_in"]) == 62_500
+    assert sum(walked[verb] for verb in [*VERBS, "swap_out", "swap_in", "slide"]) == 62_500
 
 
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
