@@ -228,7 +228,7 @@ def _compiled(groups: list[str], progress: Progress | None) -> list[tuple[str, s
 
     log = logging.getLogger("cupaged")
     level = logging.WARNING if progress is None else logging.INFO
-    log.log(level, "compiling kernels, once for this processor and kind of model: 10 to 20 seconds")
+    log.log(level, "compiling kernels, once for this processor and kind of model: 10 to 30 seconds")
     began = time.monotonic()
     objects = list(compile_kernels(groups, progress))
     kept = set()
