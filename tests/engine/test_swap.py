@@ -193,9 +193,9 @@ def lost_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def tickets_reported_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Frames are handed out while their contents are still being copied."""
+    """Frames are handed out while their contents are still being copied, for longer than many steps take."""
     copy = host_stream.copy_array
-    patch.setattr(host_stream, "copy_array", lambda source, target: (time.sleep(0.002), copy(source, target)))
+    patch.setattr(host_stream, "copy_array", lambda source, target: (time.sleep(0.05), copy(source, target)))
     patch.setattr(host_stream.HostTransfer, "done", lambda self: True)
 
 

@@ -122,7 +122,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
     assert change.done == 1, mutant
     codes = {(code.co_qualname, code.co_firstlineno): code for code in _codes(compile(tree, mutant.path, "exec"))}
     before: list[tuple[FunctionType, CodeType]] = []
-    for function in [each for each in gc.get_objects() if isinstance(each, FunctionType)]:
+    # By type(): isinstance asks an object for its class, which a weak proxy of something gone answers by an error.
+    for function in [each for each in gc.get_objects() if type(each) is FunctionType]:
         old = function.__code__
         new = codes.get((old.co_qualname, old.co_firstlineno))
         if old.co_filename == mutant.path and new is not None and new.co_freevars == old.co_freevars:
