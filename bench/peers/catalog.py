@@ -38,6 +38,7 @@ RUNTIMES = {
         Runtime("llama_cpp", "engine_llama_cpp", "gguf", prepares=True),
         Runtime("llama_cpp-q4_0", "engine_llama_cpp", "gguf", variant="q4_0", own_file=True, prepares=True),
         Runtime("openvino", "engine_openvino", "gguf"),
+        Runtime("openvino-f32", "engine_openvino", "gguf", variant="f32"),
         Runtime("ctranslate2", "engine_ctranslate2", "hub", prepares=True),
         Runtime("cupaged-f32", "engine_cupaged", "file", "float32", "f32"),
         Runtime("transformers", "engine_transformers", "hub", "float32"),

@@ -1,7 +1,8 @@
 """OpenVINO GenAI: its continuous-batching pipeline, which reads GGUF of the Llama kind by itself.
 
 Several samples of one prompt share the prompt's blocks in its scheduler. K/V precision is its own choice (8 bits on
-processors that it deems fit for that), as is the type that it computes in.
+processors that it deems fit for that). So is the type that it computes in, bfloat16 where the processor multiplies it;
+variant "f32" has it compute in float32, as it does on all other processors, with the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ class Engine:
         scheduler.max_num_batched_tokens = 2048
         scheduler.max_num_seqs = 64
         scheduler.enable_prefix_caching = True
-        self._pipeline = genai.LLMPipeline(weights, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads)
+        precision = {"INFERENCE_PRECISION_HINT": "f32"} if variant == "f32" else {}
+        self._pipeline = genai.LLMPipeline(
+            weights, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads, **precision
+        )
 
     def _config(self, new: int) -> Any:
         config = self._genai.GenerationConfig()
