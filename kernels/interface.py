@@ -198,12 +198,15 @@ class Operations(Protocol):
 
     def matmul(
         self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
-        precise_from: int = 0,
+        precise_from: int = 0, x_spent: bool = False,
     ) -> None:  # fmt: skip
         """out = x @ weight.T + bias. x [T, K], out [T, N] float32, rows contiguous; one order of sums for any T.
 
         With a quantised weight x is quantised to 8 bits a value; `precise`: to 16, but for those outputs before
         `precise_from` that are whole panels of 32 of their part. Without effect on other weights.
+
+        x_spent: x is not read any more before it is written anew. What made it may then be put together with the
+        product in a capture, and x be left as it was.
         """
         ...
 

@@ -6,6 +6,7 @@ step they are a few KiB a layer and cost less than the barrier that ends them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numba import njit, types
 from cupaged.kernels.cpu import emit
 from cupaged.kernels.cpu.emit import (
     I32,
+    LANES,
     SIZE,
     Emitter,
     as_float,
@@ -55,6 +57,26 @@ def _add_row(e: Emitter, x: Any, y: Any, n: Any) -> None:
     e.each(n, body)
 
 
+@primitive(3, f32)
+def _add_and_square(e: Emitter, x: Any, y: Any, n: Any) -> Any:
+    """x += y; the sum of the new x's squares, in the order of `sum_of_squares`."""
+
+    def some(lanes: int | None, first: Any) -> Callable[[Any, list[Any]], list[Any]]:
+        def body(i: Any, state: list[Any]) -> list[Any]:
+            at = e.mul(e.add(first, i), 4) if lanes is None else e.mul(i, 4 * lanes)
+            target = e.add(x, at)
+            v = e.b.fadd(e.floats(target, lanes), e.floats(e.add(y, at), lanes))
+            e.store(v, target, 4)
+            return [e.fma(v, v, state[0])]
+
+        return body
+
+    whole = e.b.ashr(n, e.const(4))
+    (lanes,) = e.loop(whole, [e.zero()], some(LANES, 0))
+    done = e.mul(whole, LANES)
+    return e.loop(e.b.sub(n, done), [e.first(e.reduce(lanes, e.b.fadd))], some(None, done))[0]
+
+
 @primitive(3)
 def _copy_row(e: Emitter, source: Any, target: Any, n: Any) -> None:
     e.each(n, lambda at, lanes: e.store(e.floats(e.add(source, at), lanes), e.add(target, at), 4))
@@ -75,29 +97,34 @@ def _rotate_row(e: Emitter, x: Any, cosines: Any, sines: Any, n: Any) -> None:
     e.each(n, body)
 
 
-@njit(types.void(*[types.int64] * 4, f32), **OPTIONS)
-def _norm_row(x, weight, out, n, eps):  # type: ignore[no-untyped-def]
-    _scale_row(x, weight, out, n, f32(1.0) / sqrt_float(sum_of_squares(x, n) / f32(n) + eps))
+@njit(f32(f32, types.int64, f32), **OPTIONS)
+def _norm_scale(squares, n, eps):  # type: ignore[no-untyped-def]
+    return f32(1.0) / sqrt_float(squares / f32(n) + eps)
 
 
 @njit(KERNEL, **OPTIONS)
-def rms_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
+def rms_norm(op, chunk, thread):  # type: ignore[no-untyped-def]
     """Record: x, weight, out, K, eps bits, residual (0: none), x stride, out stride (bytes), input records of the
-    quantised product that comes next, and precise ones (0: none), rows, rows a chunk. Chunk: some rows."""
-    x, weight, out = load64(op + 16), load64(op + 24), load64(op + 32)
+    quantised product that comes next, and precise ones (0: none), thread stride of out (bytes), rows, rows a chunk.
+    Chunk: some rows.
+
+    Nobody may want the floats but this product: out is then a row for each thread (out stride 0), which stays in L1.
+    """
+    x, weight = load64(op + 16), load64(op + 24)
     n, eps, residual, records = load64(op + 40), as_float(load64(op + 48)), load64(op + 56), load64(op + 80)
-    precise, rows, step = load64(op + 88), load64(op + 96), load64(op + 104)
+    precise, rows, step = load64(op + 88), load64(op + 104), load64(op + 112)
+    out = load64(op + 32) + thread * load64(op + 96)
     for row in range(chunk * step, min(rows, (chunk + 1) * step)):
         source, target = x + row * load64(op + 64), out + row * load64(op + 72)
         if residual != 0:
             stream = residual + row * n * 4
-            _add_row(stream, source, n)
+            squares = _add_and_square(stream, source, n)
             source = stream
-        _norm_row(source, weight, target, n, eps)
-        if records != 0:
-            quantise(target, n, records, row, 0)
-        if precise != 0:
-            quantise(target, n, precise, row, 1)
+        else:
+            squares = sum_of_squares(source, n)
+        _scale_row(source, weight, target, n, _norm_scale(squares, n, eps))
+        if records != 0 or precise != 0:
+            quantise(target, n, row, records, precise)
 
 
 @njit(KERNEL, **OPTIONS)
@@ -108,7 +135,8 @@ def head_norm(op, chunk, _thread):  # type: ignore[no-untyped-def]
     for token in range(chunk * step, min(tokens, (chunk + 1) * step)):
         row = x + token * load64(op + 56)
         for h in range(heads):
-            _norm_row(row + h * dim * 4, weight, row + h * dim * 4, dim, eps)
+            head = row + h * dim * 4
+            _scale_row(head, weight, head, dim, _norm_scale(sum_of_squares(head, dim), dim, eps))
 
 
 @njit(KERNEL, **OPTIONS)
@@ -170,13 +198,14 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 
 
 @njit(KERNEL, **OPTIONS)
-def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
-    """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), input records of the quantised product
-    that comes next, and precise ones (0: none), rows, rows a chunk. Chunk: some rows."""
-    n, kind, records, precise = load64(op + 32), load64(op + 40), load64(op + 48), load64(op + 56)
-    rows, step = load64(op + 64), load64(op + 72)
+def gated_activation(op, chunk, thread):  # type: ignore[no-untyped-def]
+    """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), out stride (bytes), input records of the
+    quantised product that comes next, and precise ones (0: none), thread stride of out (bytes; see `rms_norm`), rows,
+    rows a chunk. Chunk: some rows."""
+    n, kind, records, precise = load64(op + 32), load64(op + 40), load64(op + 56), load64(op + 64)
+    first, rows, step = load64(op + 24) + thread * load64(op + 72), load64(op + 80), load64(op + 88)
     for row in range(chunk * step, min(rows, (chunk + 1) * step)):
-        gate, out = load64(op + 16) + row * n * 8, load64(op + 24) + row * n * 4
+        gate, out = load64(op + 16) + row * n * 8, first + row * load64(op + 48)
         up = gate + n * 4
         if kind == 0:
             _silu(gate, up, out, n)
@@ -187,10 +216,8 @@ def gated_activation(op, chunk, _thread):  # type: ignore[no-untyped-def]
             _gelu_tanh(gate, up, out, n)
         else:
             _relu(gate, up, out, n)
-        if records != 0:
-            quantise(out, n, records, row, 0)
-        if precise != 0:
-            quantise(out, n, precise, row, 1)
+        if records != 0 or precise != 0:
+            quantise(out, n, row, records, precise)
 
 
 @njit(KERNEL, **OPTIONS)

@@ -7,7 +7,6 @@ data itself, so that a step can be captured and run again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from cupaged.kernels.cpu.attention_record import (
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
 from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of, plain_outputs
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, Planner
+from cupaged.kernels.cpu.producer import Producer
 from cupaged.kernels.cpu.quant_layout import MB, X_RECORD
 from cupaged.kernels.interface import (
     QUANT_BLOCK,
@@ -63,8 +63,7 @@ class CpuOperations:
         self.team = team
         self._arena = Arena()
         self._planners: dict[tuple[int | None, ...], Planner] = {}
-        self._producer: tuple[Any, int, int, int, int, int] | None = None
-        self._producer_argument = 0
+        self._producer: Producer | None = None
         self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
 
     def _scratch_address(self, name: str, size: int) -> int:
@@ -107,7 +106,7 @@ class CpuOperations:
 
     def matmul(
         self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
-        precise_from: int = 0,
+        precise_from: int = 0, x_spent: bool = False,
     ) -> None:  # fmt: skip
         parts = parts_of("weight", weight)
         if x.shape[1] != weight.cols or out.shape != (x.shape[0], weight.rows):
@@ -126,6 +125,8 @@ class CpuOperations:
         inputs: dict[bool | None, tuple[int, int]] = {None: (x_at, x_stride)}
         for fine in {span[3] for span in spans} - {None}:
             inputs[fine] = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], bool(fine))
+        if x_spent and all(span[3] is not None for span in spans):
+            self._spare_floats(x_at, x_stride, x.shape[0], x.shape[1])
         for part, begin, end, fine in spans:
             some = part.outputs(begin, end)
             self._product(some, *inputs[fine], out_at, out_stride, x.shape[0], bias_at, bool(fine))
@@ -136,24 +137,23 @@ class CpuOperations:
         """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
         record_bytes = cols // QUANT_BLOCK * X_RECORD * (1 + precise)
         records = self._scratch_address("precise inputs" if precise else "inputs", rows * record_bytes)
-        captured = self.team.capturing
-        producer = (captured, 0 if captured is None else captured.count, x, stride, rows, cols)
-        if captured is not None and self._producer == producer:
-            captured.array[captured.count - 1, 2 + self._producer_argument + precise] = records
-            return records, record_bytes
-        self._launch_rows("quantise_rows", rows, x, stride, cols, records, precise)
+        made = self._producer
+        if made is not None and made.last_made(self.team.capturing, x, stride, rows, cols):
+            made.quantise_to(records, precise)
+        else:
+            self._launch_rows("quantise_rows", rows, x, stride, cols, records, precise)
         return records, record_bytes
 
-    def _note_producer(self, out: int, stride: int, rows: int, cols: int, argument: int) -> None:
-        """The operation just captured made rows of floats, and could quantise them as well: its argument for that, and
-        the one after it for precise records.
+    def _spare_floats(self, x: int, stride: int, rows: int, cols: int) -> None:
+        """Nobody reads these rows of floats any more, their records are made: no need to have them in memory."""
+        made = self._producer
+        if made is not None and made.last_made(self.team.capturing, x, stride, rows, cols):
+            row_bytes = -(-4 * cols // 64) * 64
+            made.keep_to_threads(self._scratch_address("spare rows", self.team.threads * row_bytes), row_bytes)
 
-        If the next operation is a product with these rows, it asks for it: a barrier less, and the floats are still in
-        the cache. Run at once, not captured, the two are two operations, with the same bits.
-        """
+    def _note_producer(self, made: tuple[int, int, int, int], **places: int) -> None:
         captured = self.team.capturing
-        self._producer = None if captured is None else (captured, captured.count, out, stride, rows, cols)
-        self._producer_argument = argument
+        self._producer = None if captured is None else Producer(captured, captured.count, made, places)
 
     def _product(
         self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int, precise: bool
@@ -194,8 +194,8 @@ class CpuOperations:
         (x_at, x_stride), (out_at, out_stride) = row_address("x", x), row_address("out", out)
         residual_at = 0 if residual is None else contiguous("residual", residual)
         arguments = (x_at, contiguous("weight", weight), out_at, x.shape[1], float_bits(eps), residual_at)
-        self._launch_rows("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0, 0)
-        self._note_producer(out_at, out_stride, x.shape[0], x.shape[1], 8)
+        self._launch_rows("rms_norm", x.shape[0], *arguments, x_stride, out_stride, 0, 0, 0)
+        self._note_producer((out_at, out_stride, *x.shape), out=2, out_stride=7, records=8, thread_stride=10)
 
     def head_norm(self, x: Array, weight: Array, eps: float) -> None:
         x_at, stride = row_address("x", x)
@@ -209,8 +209,8 @@ class CpuOperations:
 
     def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
         gate_at, out_at, (rows, cols) = contiguous("gate_up", gate_up), contiguous("out", out), out.shape
-        self._launch_rows("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 0, 0)
-        self._note_producer(out_at, 4 * cols, rows, cols, 4)
+        self._launch_rows("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 4 * cols, 0, 0, 0)
+        self._note_producer((out_at, 4 * cols, rows, cols), out=1, out_stride=4, records=5, thread_stride=7)
 
     def add(self, x: Array, y: Array) -> None:
         size = 4096

@@ -60,9 +60,10 @@ class Dense:
 
     def matmul(
         self, x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False,
-        precise_from: int = 0,
+        precise_from: int = 0, x_spent: bool = False,
     ) -> None:  # fmt: skip
-        """out = x @ weight.T + bias; see products.py. x is never quantised here: all products are precise."""
+        """out = x @ weight.T + bias; see products.py. x is never quantised here: all products are precise. It is read
+        from memory, spent or not."""
         self._products.matmul(x, _cuda(weight, "weight"), out, bias)
 
     def embed(self, ids: Array, table: Matrix, out: Array, scale: float = 1.0) -> None:

@@ -142,9 +142,10 @@ def head_norm(x: Array, weight: Array, eps: float) -> None:
 
 
 def matmul(
-    x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False, precise_from: int = 0
+    x: Array, weight: Matrix, out: Array, bias: Array | None = None, precise: bool = False, precise_from: int = 0,
+    x_spent: bool = False,
 ) -> None:  # fmt: skip
-    """out = x @ weight.T + bias.
+    """out = x @ weight.T + bias. x_spent: here without effect.
 
     x [T, K], weight [N, K], out [T, N], bias [N]; x, out and bias float32; out may not overlap x. One matrix-vector
     product a row: BLAS sums in another order for another number of rows, so `x @ weight.T` would give a token other
