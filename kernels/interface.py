@@ -24,7 +24,8 @@ STORAGE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # What a matrix asked for as "quantised" keeps: formats of a file (GGUF's names) that have a kernel of integer dot
 # products -> bytes that 32 weights take once packed. 4-bit formats keep their bits; those of 5 and 6 bits are kept as
-# bytes. Scales that are products (the K formats) are float32, because float16 cannot hold them exactly.
+# bytes. Scales that are products (the K formats) are float32, because float16 cannot hold them exactly; but those of 4
+# bits with a minimum are multiples of a unit that up to 24 blocks share, 16 bits each (`reference.quantised.in_units`).
 QUANT_BLOCK = 32
 PACKED_BLOCK_BYTES: dict[str, int] = {
     "Q4_0": 18,
@@ -32,11 +33,13 @@ PACKED_BLOCK_BYTES: dict[str, int] = {
     "Q8_0": 34,
     "Q5_0": 34,
     "IQ4_NL": 34,
-    "Q4_K": 24,
+    "Q4_K": 20,
     "Q5_1": 40,
     "Q5_K": 40,
     "Q6_K": 40,
 }
+UNIT_FORMATS = ("Q4_1", "Q4_K")
+SEGMENT_BLOCKS = 24
 QUANT_PANEL = 32  # outputs that are packed together; the last panel is filled up with zeros
 
 
@@ -55,7 +58,15 @@ def packed_bytes(kind: str, rows: int, columns: int) -> int:
     """Bytes of a packed matrix, or part of one; `kind`: a storage type or a format of PACKED_BLOCK_BYTES."""
     if kind in STORAGE_BYTES:
         return -(-rows // 64) * 64 * columns * STORAGE_BYTES[kind]
-    return -(-rows // QUANT_PANEL) * QUANT_PANEL * (columns // QUANT_BLOCK) * PACKED_BLOCK_BYTES[kind]
+    blocks = columns // QUANT_BLOCK
+    an_output = blocks * PACKED_BLOCK_BYTES[kind] + (4 * segments(blocks) if kind in UNIT_FORMATS else 0)
+    return -(-rows // QUANT_PANEL) * QUANT_PANEL * an_output
+
+
+def segments(blocks: int) -> int:
+    """In how many runs of nearly equal length, of SEGMENT_BLOCKS blocks or less, the blocks of a row share units: each
+    has ceil(blocks / segments), the last what is left."""
+    return -(-blocks // SEGMENT_BLOCKS)
 
 
 # A block reference is a page-table entry in an int32: bit 31 clear (else: no block), bit 30 the format (0 plain,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from cupaged.kernels.cpu.quant_layout import LAYOUT_OF, LAYOUTS
+from cupaged.kernels.cpu.quant_layout import LAYOUT_OF
 from cupaged.kernels.interface import STORAGE_BYTES
 
 # Kernels that exist once, by the module of this package they are in.
@@ -34,8 +34,8 @@ PER_KIND: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "weights": (tuple(STORAGE_BYTES), {"gemm": ("matmul", "pack", "embed")}),
     "cache": (tuple(STORAGE_BYTES), {"elementwise": ("write_kv",), "attention": ("attention_parts",)}),
     "quantised": (
-        tuple(LAYOUTS),
-        {"quant_matmul": ("quant_matmul", "quant_matmul_precise"), "quant_pack": ("quant_embed",)},
+        tuple(dict.fromkeys(LAYOUT_OF.values())),
+        {"quant_matmul": ("quant_matmul", "quant_matmul_precise"), "quant_embed": ("quant_embed",)},
     ),
     "blocks": (tuple(LAYOUT_OF), {"quant_pack": ("quant_pack",)}),
 }

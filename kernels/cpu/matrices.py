@@ -51,7 +51,7 @@ class PackedMatrix:
         """Some of the rows; `begin` is that of a panel of a quantised format."""
         if (begin, end) == (0, self.rows):
             return self
-        bytes_a_panel = self.cols // QUANT_BLOCK * LAYOUTS[LAYOUT_OF[self.dtype]].record
+        bytes_a_panel = LAYOUTS[LAYOUT_OF[self.dtype]].panel_bytes(self.cols // QUANT_BLOCK)
         return replace(self, rows=end - begin, address=self.address + begin // QUANT_PANEL * bytes_a_panel)
 
 
@@ -142,7 +142,7 @@ def _pack_blocks(team: Team, arena: Arena, sources: Sequence[WeightSource], kind
     """Sources of one format, rows in order, straight from where they are stored into the order of the kernels."""
     rows, cols = sum(source.shape[0] for source in sources), sources[0].shape[1]
     store = arena.take(packed_bytes(kind, rows, cols), np.uint8)
-    panel_bytes = cols // QUANT_BLOCK * LAYOUTS[LAYOUT_OF[kind]].record
+    panel_bytes = LAYOUTS[LAYOUT_OF[kind]].panel_bytes(cols // QUANT_BLOCK)
     if rows % QUANT_PANEL:  # what fills the last panel up: zero scales
         store[rows // QUANT_PANEL * panel_bytes :] = 0
     first = 0

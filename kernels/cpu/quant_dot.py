@@ -56,6 +56,18 @@ def by_parts(e: Emitter, name: str, count: int, element: Any, *values: Any) -> A
     return join(e, [e.call(name, result, *part) for part in zip(*cuts, strict=True)])
 
 
+def mixed(e: Emitter, low: Any, high: Any) -> Any:
+    """int32 lanes of which the lower 16 bits are those of `low`, the upper those of `high`, whose others are 0."""
+    return e.b.bitcast(e.b.or_(e.b.and_(low, like(VI, 0xFFFF)), high), PAIRS)
+
+
+def multiplied(e: Emitter, low: Any, high: Any, pairs: Any) -> Any:
+    """low * lower half of `pairs` + upper half of `high` * their upper half, by 32-bit multiplications."""
+    b, by = e.b, like(VI, 16)
+    signed = lambda v: b.ashr(b.shl(v, by), by)  # noqa: E731  (so that LLVM sees that 16 bits are enough)
+    return b.add(b.mul(signed(low), signed(pairs)), b.mul(b.ashr(high, by), b.ashr(pairs, by)))
+
+
 class Sum:
     """One running sum of a tile while its code is written: int32 lanes, and int16 pair sums not yet widened."""
 
@@ -63,6 +75,9 @@ class Sum:
         self.total = start
         self.pairs: Any = None
         self.steps = 0
+
+
+PAIRS_NAMES = {512: "llvm.x86.avx512.pmaddw.d.512", 256: "llvm.x86.avx2.pmadd.wd"}  # vpmaddwd
 
 
 class Vnni:
@@ -73,6 +88,7 @@ class Vnni:
 
     def __init__(self, width: int) -> None:
         self.name, self.count = f"llvm.x86.avx512.vpdpbusd.{width}", 512 // width
+        self.pairs_name = PAIRS_NAMES[width]
 
     def prepare(self, e: Emitter, weights: Any, bits: int) -> Any:
         return e.b.bitcast(weights, VI)
@@ -82,6 +98,9 @@ class Vnni:
 
     def value(self, e: Emitter, total: Sum) -> Any:
         return total.total
+
+    def pair_dot(self, e: Emitter, low: Any, high: Any, pairs: Any) -> Any:
+        return by_parts(e, self.pairs_name, self.count, I32, mixed(e, low, high), e.b.bitcast(pairs, PAIRS))
 
 
 class Madd:
@@ -93,7 +112,7 @@ class Madd:
     def __init__(self, width: int) -> None:
         self.count = 512 // width
         self.bytes_name = "llvm.x86.avx512.pmaddubs.w.512" if width == 512 else "llvm.x86.avx2.pmadd.ub.sw"
-        self.pairs_name = "llvm.x86.avx512.pmaddw.d.512" if width == 512 else "llvm.x86.avx2.pmadd.wd"
+        self.pairs_name = PAIRS_NAMES[width]
 
     def prepare(self, e: Emitter, weights: Any, bits: int) -> Any:
         b = e.b
@@ -129,6 +148,9 @@ class Madd:
             self._widen(e, total)
         return total.total
 
+    def pair_dot(self, e: Emitter, low: Any, high: Any, pairs: Any) -> Any:
+        return by_parts(e, self.pairs_name, self.count, I32, mixed(e, low, high), e.b.bitcast(pairs, PAIRS))
+
 
 class SignedDot:
     """ARM's sdot, 128 bits wide."""
@@ -146,6 +168,9 @@ class SignedDot:
 
     def value(self, e: Emitter, total: Sum) -> Any:
         return total.total
+
+    def pair_dot(self, e: Emitter, low: Any, high: Any, pairs: Any) -> Any:
+        return multiplied(e, low, high, pairs)
 
 
 class Plain:
@@ -184,6 +209,9 @@ class Plain:
         if total.pairs is not None:
             self._widen(e, total, total.pairs)
         return total.total
+
+    def pair_dot(self, e: Emitter, low: Any, high: Any, pairs: Any) -> Any:
+        return multiplied(e, low, high, pairs)
 
 
 STEPS_IN_16_BITS = {4: 8, 5: 4, 6: 2, 8: 1}

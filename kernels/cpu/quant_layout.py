@@ -5,6 +5,8 @@ weights of a panel and a block:
 
     scale     [32]        float16, or float32 where the format's scale is a product; two sets for groups of 16
     minimum   [32]        of formats that have one: value = scale * q + minimum
+    pairs     [32][2]     in `nibble_pair`, instead of both: int16 scale and minimum, value = unit * (scale * (q - 8) +
+                          minimum). The units, [32] float32, follow the last record of a segment, which has up to 24
     integers  q + offset, unsigned: bytes [8 steps][32 outputs][4], of which step s holds inputs 4s .. 4s+3;
               or nibbles [4 steps][32 outputs][4]: low half step s, high half step s + 4 (GGUF pairs them the same way)
 
@@ -18,16 +20,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupaged.kernels.interface import PACKED_BLOCK_BYTES, QUANT_BLOCK, QUANT_PANEL
+from cupaged.kernels.interface import (
+    PACKED_BLOCK_BYTES,
+    QUANT_BLOCK,
+    QUANT_PANEL,
+    SEGMENT_BLOCKS,
+    UNIT_FORMATS,
+    segments,
+)
 
 BLOCK, PANEL = QUANT_BLOCK, QUANT_PANEL
 
 # A quantised block of an input row: 32 int8 q, float32 scale d, float32 d * sum(q), and four int32 that take a weight's
-# offset away when a sum starts from them: -8 sum(q), -128 sum(q), and -32 times the sums of either half.
+# offset away when a sum starts from them: -8 sum(q), -128 sum(q), and -32 times the sums of either half; then sum(q) as
+# the upper 16 bits of an int32.
 # Of a precise product a block is two records, of p and of r where x = d * (p + r / 256). The first holds d / 256 and
 # d / 256 * (256 sum(p) + sum(r)) instead.
 X_RECORD = 64
-X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32 = 32, 36, 40, 44, 48
+X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32, X_UPPER_SUM = 32, 36, 40, 44, 48, 56
 
 MB = 120  # rows that a piece of a panel serves before the next is taken; their records stay in L2
 SCRATCH = MB * PANEL * 4  # bytes a thread needs: outputs of the last, partly filled panel
@@ -36,7 +46,8 @@ SCRATCH = MB * PANEL * 4  # bytes a thread needs: outputs of the last, partly fi
 @dataclass(frozen=True, slots=True)
 class Layout:
     """bits of the unsigned integers; offset: what they exceed q by; start: where in an input record the int32 is that
-    takes the offset away (0: nothing to take away); scales: sets of 32 a record."""
+    takes the offset away (0: nothing to take away); scales: sets of 32 a record; units: whether scale and minimum are
+    int16 multiples of a unit."""
 
     bits: int
     offset: int
@@ -45,11 +56,17 @@ class Layout:
     scale_bytes: int
     scales: int
     minimum: bool
+    units: bool = False
 
     @property
     def head(self) -> int:
         """Bytes before the integers."""
         return PANEL * self.scale_bytes * (self.scales + self.minimum)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes after the records of a segment: the units of 32 outputs."""
+        return 4 * PANEL if self.units else 0
 
     @property
     def record(self) -> int:
@@ -58,7 +75,11 @@ class Layout:
     @property
     def piece(self) -> int:
         """The most blocks of a panel that serve many rows in turn: with 6 rows of input they stay in L1 (32 KiB)."""
-        return 24 if self.nibbles else 16
+        return SEGMENT_BLOCKS if self.nibbles else 16
+
+    def panel_bytes(self, blocks: int) -> int:
+        """A panel's records, and units."""
+        return blocks * self.record + segments(blocks) * self.unit_bytes
 
     @property
     def scale_type(self) -> str:
@@ -67,16 +88,18 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {
     "nibble": Layout(4, 8, X_MINUS_8, True, 2, 1, False),
+    "nibble_pair": Layout(4, 8, X_MINUS_8, True, 2, 1, True, True),
     "nibble_min": Layout(4, 0, 0, True, 2, 1, True),
     "nibble_min32": Layout(4, 0, 0, True, 4, 1, True),
     "byte": Layout(8, 128, X_MINUS_128, False, 2, 1, False),
     "byte_min32": Layout(5, 0, 0, False, 4, 1, True),
     "byte_half32": Layout(6, 32, X_MINUS_32, False, 4, 2, False),
 }
+# For integer products.
 LAYOUT_OF: dict[str, str] = {
     "Q4_0": "nibble",
-    "Q4_1": "nibble_min",
-    "Q4_K": "nibble_min32",
+    "Q4_1": "nibble_pair",
+    "Q4_K": "nibble_pair",
     "Q8_0": "byte",
     "Q5_0": "byte",
     "IQ4_NL": "byte",
@@ -85,3 +108,6 @@ LAYOUT_OF: dict[str, str] = {
     "Q6_K": "byte_half32",
 }
 assert {name: LAYOUTS[kind].record // PANEL for name, kind in LAYOUT_OF.items()} == PACKED_BLOCK_BYTES
+assert {name for name, kind in LAYOUT_OF.items() if LAYOUTS[kind].units} == set(UNIT_FORMATS)
+# Where a record must hold the file's own scales and minima.
+EXACT_LAYOUT_OF: dict[str, str] = LAYOUT_OF | {"Q4_1": "nibble_min", "Q4_K": "nibble_min32"}

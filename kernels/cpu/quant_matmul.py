@@ -182,7 +182,8 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
     Record: weights, input records, out, M, N, K, x stride, out stride (bytes), panels of a large chunk, rows a chunk,
     scratch (SCRATCH bytes a thread), bias address (0: none), large chunks, panels of a small chunk (`chunks_of`).
     """
-    size, longest = LAYOUTS[layout_name].record, LAYOUTS[layout_name].piece
+    layout = LAYOUTS[layout_name]
+    size, longest, units, unit_bytes = layout.record, layout.piece, layout.units, layout.unit_bytes
     few, most, x_record = FEW // terms, MB // terms, terms * X_RECORD
 
     @njit(KERNEL, **OPTIONS)
@@ -194,6 +195,8 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
         scratch, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
         large, small_size = load64(op + 112), load64(op + 120)
         panels = (n_total + PANEL - 1) // PANEL
+        most_pieces = (blocks + longest - 1) // longest
+        panel_bytes = blocks * size + most_pieces * unit_bytes
         groups = large + (panels - large * large_size + small_size - 1) // small_size
         part = chunk % groups
         first_panel = part * large_size
@@ -206,7 +209,7 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
         for row in range(first_row, last_row, most):
             rows = min(most, last_row - row)
             inputs = x + row * x_stride
-            pieces = 1 if rows <= few else (blocks + longest - 1) // longest
+            pieces = 1 if rows <= few and not units else most_pieces
             step = max(1, (blocks + pieces - 1) // pieces)
             for p in range(first_panel, last_panel):
                 columns = min(PANEL, n_total - p * PANEL)
@@ -216,15 +219,15 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
                 if not direct:
                     target = scratch
                     stride = PANEL * 4
-                panel = weights + p * blocks * size
+                records = weights + p * panel_bytes
                 for k in range(0, blocks, step):
                     count = min(step, blocks - k)
-                    records = panel + k * size
-                    ahead = records + count * size
+                    ahead = records + count * size + unit_bytes
                     tiles(
                         records, count, inputs + k * x_record, x_stride, target, stride, rows, 1 if k == 0 else 0,
-                        ahead, ahead + count * size,
+                        ahead, ahead + count * size + unit_bytes,
                     )  # fmt: skip
+                    records = ahead
                 if not direct or bias != 0:
                     for r in range(rows):
                         a = target + r * stride

@@ -1,7 +1,8 @@
-"""From a file's blocks to packed panels, and single rows back to float32 for the embedding.
+"""From a file's blocks to packed panels.
 
-Packing only moves bits (and multiplies the K formats' small scales out), straight from the mapped file: a chunk is a
-panel of 32 rows, whose records stay in the L1 cache while they are written. Its roof is the file's bytes read once.
+Packing only moves bits (multiplies the K formats' small scales out, and rounds the scales of `nibble_pair`), straight
+from the mapped file: a chunk is a panel of 32 rows, whose records stay in the L1 cache while they are written. Its roof
+is the file's bytes read once.
 
 The formats are laid out as in model/quants_blocks.py; scales are computed as there, one float32 product each.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
@@ -18,10 +20,7 @@ from cupaged.kernels.cpu.emit import (
     I32,
     I64,
     Emitter,
-    as_float,
-    load32,
     load64,
-    load_float,
     load_half,
     load_raw16,
     primitive,
@@ -29,7 +28,7 @@ from cupaged.kernels.cpu.emit import (
     store_raw16,
 )
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
-from cupaged.kernels.cpu.quant_layout import BLOCK, LAYOUT_OF, LAYOUTS, PANEL
+from cupaged.kernels.cpu.quant_layout import BLOCK, EXACT_LAYOUT_OF, LAYOUT_OF, LAYOUTS, PANEL, Layout
 
 f32, i64 = types.float32, types.int64
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL (ggml-common.h)
@@ -75,7 +74,8 @@ def _place(layout_name: str) -> tuple[int, int]:
 
 
 def _four_bits(minimum: bool) -> Any:
-    """Q4_0, Q4_1. A byte's halves are the same two inputs in the file and in a record: words move as they are."""
+    """Q4_0; Q4_1 with its own scales. A byte's halves are the same inputs in the file and in a record, so words move
+    as they are."""
     record, head = _place("nibble_min" if minimum else "nibble")
     size, begin = (20, 4) if minimum else (18, 2)
 
@@ -158,8 +158,8 @@ def _iq4_nl() -> Any:
     return row
 
 
-@njit(types.void(i64, i64, i64, i64), **OPTIONS)
-def _k_scales(source, group, target, lane):  # type: ignore[no-untyped-def]
+@njit(types.UniTuple(f32, 2)(i64, i64), **OPTIONS)
+def _k_scale(source, group):  # type: ignore[no-untyped-def]
     """The scale d*s and the minimum -m*t of a group of 32 in a superblock of Q4_K or Q5_K: 6 bits each, see
     model/quants_blocks.py."""
     packed = source + 4
@@ -170,11 +170,29 @@ def _k_scales(source, group, target, lane):  # type: ignore[no-untyped-def]
         rest = load_byte(packed + group + 4)
         s = rest & 15 | load_byte(packed + group - 4) >> 6 << 4
         t = rest >> 4 | load_byte(packed + group) >> 6 << 4
-    store_float(target + 4 * lane, load_half(source) * f32(s))
-    store_float(target + 4 * PANEL + 4 * lane, -(load_half(source + 2) * f32(t)))
+    return load_half(source) * f32(s), -(load_half(source + 2) * f32(t))
+
+
+@njit(types.void(i64, i64, i64, i64), **OPTIONS)
+def _k_scales(source, group, target, lane):  # type: ignore[no-untyped-def]
+    scale, minimum = _k_scale(source, group)
+    store_float(target + 4 * lane, scale)
+    store_float(target + 4 * PANEL + 4 * lane, minimum)
+
+
+@njit(types.void(i64, i64, i64), **OPTIONS)
+def _k_nibbles(source, group, integers):  # type: ignore[no-untyped-def]
+    """The nibbles of a group of 32 in a superblock of Q4_K."""
+    nibbles = source + 16 + 32 * (group >> 1)
+    shift = 4 * (group & 1)
+    for j in range(16):
+        first = load_byte(nibbles + j) >> shift & 15
+        second = load_byte(nibbles + j + 16) >> shift & 15
+        _put(integers, j, first | second << 4)
 
 
 def _q4_k() -> Any:
+    """Q4_K with its own scales."""
     record, head = _place("nibble_min32")
 
     @njit(types.void(i64, i64, i64, i64), **OPTIONS)
@@ -182,13 +200,7 @@ def _q4_k() -> Any:
         for block in range(blocks):
             group = block & 7
             _k_scales(source, group, target, lane)
-            integers = target + head + 4 * lane
-            nibbles = source + 16 + 32 * (group >> 1)
-            shift = 4 * (group & 1)
-            for j in range(16):
-                first = load_byte(nibbles + j) >> shift & 15
-                second = load_byte(nibbles + j + 16) >> shift & 15
-                _put(integers, j, first | second << 4)
+            _k_nibbles(source, group, target + head + 4 * lane)
             if group == 7:
                 source += 144
             target += record
@@ -243,74 +255,103 @@ def _q6_k() -> Any:
     return row
 
 
+@njit(types.UniTuple(f32, 2)(i64, i64), **OPTIONS)
+def _q4_1_scale(source, block):  # type: ignore[no-untyped-def]
+    return load_half(source + 20 * block), load_half(source + 20 * block + 2)
+
+
+@njit(types.void(i64, i64, i64), **OPTIONS)
+def _q4_1_nibbles(source, block, integers):  # type: ignore[no-untyped-def]
+    for step in range(4):
+        copy_word(integers + GAP * step, source + 20 * block + 4 + 4 * step, 0)
+
+
+@njit(types.UniTuple(f32, 2)(i64, i64), **OPTIONS)
+def _q4_k_scale(source, block):  # type: ignore[no-untyped-def]
+    return _k_scale(source + 144 * (block >> 3), block & 7)
+
+
+@njit(types.void(i64, i64, i64), **OPTIONS)
+def _q4_k_nibbles(source, block, integers):  # type: ignore[no-untyped-def]
+    _k_nibbles(source + 144 * (block >> 3), block & 7, integers)
+
+
+_MOST = np.float32(32767)
+_ROUND = np.float32(1.5 * 2.0**23)  # added to a float of magnitude below 2^22 it rounds it to an integer, ties to even
+
+
+def _in_units(scale_of: Any, nibbles_of: Any) -> Any:
+    """Scale and minimum of (q - 8) as 16-bit multiples of a segment's unit: `reference.quantised.in_units`."""
+    layout = LAYOUTS["nibble_pair"]
+    record, head, unit_bytes, longest = layout.record, layout.head, layout.unit_bytes, layout.piece
+
+    @njit(types.void(i64, i64, i64, i64), **OPTIONS)
+    def row(source, blocks, target, lane):  # type: ignore[no-untyped-def]
+        count = (blocks + longest - 1) // longest
+        step = (blocks + count - 1) // max(1, count)
+        for first in range(0, blocks, max(1, step)):
+            last = min(blocks, first + step)
+            largest, sum_of_all = f32(0.0), f32(0.0)
+            for block in range(first, last):
+                scale, minimum = scale_of(source, block)
+                middle = minimum + f32(8.0) * scale
+                largest = max(largest, max(abs(scale), abs(middle)))
+                sum_of_all += scale - scale + (middle - middle)  # 0, or NaN of what is not finite
+            inverse = _MOST / largest if largest > f32(0.0) and sum_of_all == f32(0.0) else f32(0.0)
+            for block in range(first, last):
+                scale, minimum = scale_of(source, block)
+                middle = minimum + f32(8.0) * scale
+                if inverse == f32(0.0):
+                    scale, middle = f32(0.0), f32(0.0)
+                low = i64(scale * inverse + _ROUND - _ROUND)
+                high = i64(middle * inverse + _ROUND - _ROUND)
+                store_raw16(target + 4 * lane, low)
+                store_raw16(target + 4 * lane + 2, high)
+                nibbles_of(source, block, target + head + 4 * lane)
+                target += record
+            store_float(target + 4 * lane, largest / _MOST + sum_of_all)
+            target += unit_bytes
+
+    return row
+
+
 _ROWS = {
     "Q4_0": lambda: _four_bits(False),
-    "Q4_1": lambda: _four_bits(True),
+    "Q4_1": lambda: _in_units(_q4_1_scale, _q4_1_nibbles),
     "Q8_0": _q8_0,
     "Q5_0": lambda: _five_bits(False),
     "Q5_1": lambda: _five_bits(True),
     "IQ4_NL": _iq4_nl,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda: _in_units(_q4_k_scale, _q4_k_nibbles),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
 
 
-def quant_pack(kind: str) -> Any:
-    """Rows of format `kind` -> their places in a packed matrix.
+_EXACT_ROWS = _ROWS | {"Q4_1": lambda: _four_bits(True), "Q4_K": _q4_k}
 
-    Record: source, source row stride (bytes), first row in the matrix, rows, K, panels. Chunk: a panel they touch.
-    """
-    row = _ROWS[kind]()
-    size = LAYOUTS[LAYOUT_OF[kind]].record
+
+def quant_pack(kind: str) -> Any:
+    """Rows of format `kind` -> their places in a matrix of LAYOUT_OF[kind]."""
+    return _pack(_ROWS[kind](), LAYOUTS[LAYOUT_OF[kind]])
+
+
+def quant_pack_exact(kind: str) -> Any:
+    """The same for EXACT_LAYOUT_OF[kind]."""
+    return _pack(_EXACT_ROWS[kind](), LAYOUTS[EXACT_LAYOUT_OF[kind]])
+
+
+def _pack(row: Any, layout: Layout) -> Any:
+    """Record: source, source row stride (bytes), first row in the matrix, rows, K, panels. Chunk: a panel of those."""
+    size, longest, unit_bytes = layout.record, layout.piece, layout.unit_bytes
 
     @njit(KERNEL, **OPTIONS)
     def quant_pack_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
         source, stride, first, rows = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40)
         blocks, panels = load64(op + 48) // BLOCK, load64(op + 56)
+        panel_bytes = blocks * size + (blocks + longest - 1) // longest * unit_bytes
         panel = first // PANEL + chunk
         for n in range(max(first, panel * PANEL), min(first + rows, (panel + 1) * PANEL)):
-            row(source + (n - first) * stride, blocks, panels + panel * blocks * size, n - panel * PANEL)
+            row(source + (n - first) * stride, blocks, panels + panel * panel_bytes, n - panel * PANEL)
 
     return quant_pack_kernel
-
-
-def quant_embed(layout_name: str) -> Any:
-    """A row of a packed matrix as float32, scaled. Record: ids (int32), panels, out, K, scale bits. Chunk: a token.
-
-    The values are those of the format's own dequantisation, bit for bit, before the scale.
-    """
-    layout = LAYOUTS[layout_name]
-    size, head, offset = layout.record, layout.head, layout.offset
-    nibbles, minimum, narrow, halves = layout.nibbles, layout.minimum, layout.scale_bytes == 2, layout.scales == 2
-
-    @njit(KERNEL, **OPTIONS)
-    def quant_embed_kernel(op, chunk, _thread):  # type: ignore[no-untyped-def]
-        ids, panels, out, blocks = load64(op + 16), load64(op + 24), load64(op + 32), load64(op + 40) // BLOCK
-        factor = as_float(load64(op + 48))
-        n = load32(ids + 4 * chunk)
-        lane = n % PANEL
-        record = panels + n // PANEL * blocks * size
-        out += chunk * blocks * BLOCK * 4
-        for _ in range(blocks):
-            if narrow:
-                scale = load_half(record + 2 * lane)
-                second = load_half(record + 2 * PANEL + 2 * lane) if minimum else f32(0.0)
-            else:
-                scale = load_float(record + 4 * lane)
-                second = load_float(record + 4 * PANEL + 4 * lane)
-            integers = record + head + 4 * lane
-            for k in range(BLOCK):
-                if nibbles:
-                    both = load_byte(integers + ((k & 15) >> 2) * GAP + (k & 3))
-                    u = both & 15 if k < 16 else both >> 4
-                else:
-                    u = load_byte(integers + (k >> 2) * GAP + (k & 3))
-                value = f32(u - offset) * (second if halves and k >= 16 else scale)
-                if minimum:
-                    value += second
-                store_float(out + 4 * k, value * factor)
-            record += size
-            out += 4 * BLOCK
-
-    return quant_embed_kernel

@@ -5,8 +5,16 @@ For every block of 32 inputs, in order, one rounded step an output takes:
     out = fma(float(sum of q * x), scale * d, out)          twice, for either half, where scales serve 16 inputs
     out = fma(minimum, d * sum(x), out)                     of formats that have a minimum
 
+`nibble_pair` has one step less that multiplies; those share the ports of the dot products. f, the sum of (q - 8) * x,
+is within 8 * 127 * 32 = 32512 and fits into 16 bits, as sum(x) does, so one vpmaddwd multiplies both, exactly: at most
+32767 * (32512 + 4064) < 2^31. Over the blocks of a segment, from zero, and then once:
+
+    part = fma(float(scale * f + minimum * sum(x)), d, part)            scale, minimum: int16
+    out = fma(part, unit, out)
+
 Precise products (quant_rows.py) take two integer sums a block, which are put together before they are rounded to a
-float: 256 * sum of q * p + sum of q * r, below 2^28.
+float: 256 * sum of q * p + sum of q * r, below 2^28. Of `nibble_pair` they take the two steps with float(scale) and
+float(minimum).
 
 The integer sum is exact, so this chain alone rounds, and it is the same for one row or six, in one piece or several: a
 matrix-vector product gives the bits of a matrix product.
@@ -31,6 +39,7 @@ from cupaged.kernels.cpu.quant_layout import (
     X_RECORD,
     X_SCALE,
     X_SUM,
+    X_UPPER_SUM,
     Layout,
 )
 
@@ -71,6 +80,10 @@ def _weights(e: Emitter, layout: Layout, record: Any, groups: Sequence[int]) -> 
 def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
     """The scale of 16 outputs, and then the minimum or the second scale of a layout that has one."""
     size = layout.scale_bytes
+    if layout.units:
+        b, by = e.b, like(VI, 16)
+        pairs = e.load(e.add(record, 64 * group), VI, 64)
+        return [b.sitofp(b.ashr(b.shl(pairs, by), by), VF), b.sitofp(b.ashr(pairs, by), VF)]
     places = range(layout.scales + layout.minimum)
     return [e.load_as_float(e.add(record, (PANEL * place + 16 * group) * size), layout.scale_type) for place in places]
 
@@ -111,7 +124,13 @@ def emit_tile(
 
     def one_pass(record: Any, inputs: list[Any], groups: Sequence[int], result: dict[tuple[int, int], Any]) -> None:
         weights = _weights(e, layout, record, groups)
-        scales = {group: _scales(e, layout, record, group) for group in groups}
+        paired = layout.units and terms == 1
+        if paired:
+            pairs_of = {group: e.load(e.add(record, 64 * group), VI, 64) for group in groups}
+            if rows < 4:  # nothing is fetched ahead: read memory in order, or one row is 5 % slower
+                b.fence("seq_cst", "singlethread")
+        else:
+            scales = {group: _scales(e, layout, record, group) for group in groups}
         chosen = [(row, group) for row in range(rows) for group in groups]
         splat = lambda row, at, kind: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
         for part in range(layout.scales):
@@ -128,6 +147,12 @@ def emit_tile(
                         value = splat(row, 4 * step + X_RECORD * term, I32)
                         for group, integers in zip(groups, prepared, strict=True):
                             way.step(e, sums[row, group, term], integers, value, layout.bits)
+            if paired:
+                for row, group in chosen:
+                    dot = way.value(e, sums[row, group, 0])
+                    both = way.pair_dot(e, dot, splat(row, X_UPPER_SUM, I32), pairs_of[group])
+                    result[row, group] = e.fma(b.sitofp(both, VF), splat(row, X_SCALE, F32), result[row, group])
+                return
             for row, group in chosen:
                 factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
                 total = way.value(e, sums[row, group, 0])
@@ -139,6 +164,22 @@ def emit_tile(
                 result[row, group] = e.fma(scales[group][1], splat(row, X_SUM, F32), result[row, group])
 
     addresses = [e.add(outs[row], 64 * group) for row, group in pairs]
-    begin = [b.select(fresh, e.zero(), e.load_as_float(address, "float32")) for address in addresses]
-    for address, value in zip(addresses, e.loop(count, begin, block), strict=True):
-        e.store(value, address, 4)
+    if not layout.units:
+        begin = [b.select(fresh, e.zero(), e.load_as_float(address, "float32")) for address in addresses]
+        for address, value in zip(addresses, e.loop(count, begin, block), strict=True):
+            e.store(value, address, 4)
+        return
+    if rows >= 4:  # what is written at the end must not be waited for then
+        for address in addresses:
+            e.prefetch(address, near=True)
+    ends = e.loop(count, [e.zero()] * len(pairs), block)
+    after = e.add(records, e.mul(count, layout.record))
+    for line in range(0, layout.unit_bytes if ahead else 0, 64):
+        e.prefetch(e.add(e.add(ahead[0], e.mul(count, ahead_stride)), line))
+    units = [e.load(e.add(after, 64 * group), VF, 64) for group in range(GROUPS)]
+    with b.if_else(fresh) as branches:
+        for branch, begins in zip(branches, (True, False), strict=True):
+            with branch:
+                for address, value, (_, group) in zip(addresses, ends, pairs, strict=True):
+                    before = e.zero() if begins else e.load_as_float(address, "float32")
+                    e.store(e.fma(value, units[group], before), address, 4)

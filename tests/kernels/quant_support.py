@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 from gguf.quants import quantize
 
-from cupaged.kernels.interface import PACKED_BLOCK_BYTES
-from cupaged.kernels.reference.quantised import QuantisedMatrix, quantise_rows
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, UNIT_FORMATS, segments
+from cupaged.kernels.reference.quantised import QuantisedMatrix, in_units, quantise_rows
 from cupaged.model.quants import FORMATS, dequantise
 
 KINDS = tuple(PACKED_BLOCK_BYTES)
@@ -89,6 +91,8 @@ def product_by_the_chain(
     x: np.ndarray, weight: QuantisedMatrix, bias: np.ndarray | None = None, precise: bool = False
 ) -> np.ndarray:
     """What the CPU kernels compute, every float32 rounding in its place: see kernels/cpu/quant_tile.py."""
+    if weight.dtype in UNIT_FORMATS:
+        return product_in_units(x, weight, bias, precise)
     values, scales = quantise_rows(x, precise)
     parts = weight.scales.shape[1] // scales.shape[1]
     each = 32 // parts
@@ -109,3 +113,42 @@ def product_by_the_chain(
                     out,
                 )
         return out if bias is None else out + bias
+
+
+def as_kept(weight: QuantisedMatrix) -> QuantisedMatrix:
+    """The weight with the scales and minima that the CPU keeps."""
+    if weight.dtype not in UNIT_FORMATS:
+        return weight
+    whole, units = in_units(weight)
+    assert whole.minima is not None
+    return replace(whole, scales=whole.scales * units, minima=whole.minima * units)
+
+
+def product_in_units(
+    x: np.ndarray, weight: QuantisedMatrix, bias: np.ndarray | None = None, precise: bool = False
+) -> np.ndarray:
+    """The same of formats whose scales and minima are multiples of a unit."""
+    values, scales = quantise_rows(x, precise)
+    whole, units = in_units(weight)
+    blocks = scales.shape[1]
+    length = -(-blocks // segments(blocks))
+    out = np.zeros((len(x), weight.rows), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        totals = values.sum(axis=2)
+        sums = scales * totals.astype(np.float32)
+        for first in range(0, blocks, length):
+            part = np.zeros_like(out)
+            for block in range(first, min(blocks, first + length)):
+                dots = values[:, block] @ whole.integers[:, 32 * block : 32 * block + 32].T
+                scale, minimum = whole.scales[None, :, block], whole.minima[None, :, block]
+                if precise:
+                    part = fma(dots.astype(np.float32), scales[:, block, None] * scale, part)
+                    part = fma(
+                        np.broadcast_to(minimum, part.shape), np.broadcast_to(sums[:, block, None], part.shape), part
+                    )
+                else:
+                    both = dots * scale.astype(np.int64) + totals[:, block, None] * minimum.astype(np.int64)
+                    assert np.abs(both).max() < 2**31
+                    part = fma(both.astype(np.float32), np.broadcast_to(scales[:, block, None], part.shape), part)
+            out = fma(part, np.broadcast_to(units[None, :, first], out.shape), out)
+    return out if bias is None else out + bias

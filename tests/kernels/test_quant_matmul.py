@@ -5,15 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from conftest import make_operations
+from gguf.quants import quantize
 from kernel_support import ArraySource, guarded
 from quant_support import (
     KINDS,
     SCALES_AT,
     BlockSource,
     JoinedSource,
+    as_kept,
     blocks_of,
     columns_for,
     product_by_the_chain,
@@ -22,7 +25,7 @@ from quant_support import (
 
 from cupaged.device import get_device, make_device
 from cupaged.errors import KernelError
-from cupaged.kernels.interface import packed_bytes
+from cupaged.kernels.interface import UNIT_FORMATS, packed_bytes
 from cupaged.kernels.reference import quantised
 from cupaged.model.quants import FORMATS
 
@@ -74,7 +77,7 @@ def test_cpu_rounds_as_the_chain_says(cpu: Any, kind: str, rows: int, blocks: in
     x, bias = inputs(70, cols), inputs(1, rows, 5)[0]
     expected = product_by_the_chain(x, plain, bias)
     close = np.empty_like(expected)
-    make_operations("reference").matmul(x, make_operations("reference").matrix(source, "quantised"), close, bias)
+    quantised.matmul(x, as_kept(plain), close, bias)
     np.testing.assert_allclose(close, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     for count in (*range(1, 14), 31, 70):
         with guarded(count, rows) as out:
@@ -180,14 +183,64 @@ def test_cpu_inputs_of_all_sizes(cpu: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 6.5])
-def test_embedding_is_the_formats_own_dequantisation(ops: Any, kind: str, scale: float) -> None:
+def test_embedding_is_the_formats_own_dequantisation(ops: Any, cpu: Any, kind: str, scale: float) -> None:
+    """Of what is kept in units: the multiples of those."""
     cols = columns_for(kind, 9)
     source = blocks_of(kind, 75, cols)
     table = ops.matrix(source, "quantised")
     ids = np.array([74, 0, 31, 32, 33, 7, 7], np.int32)
     with guarded(7, cols) as out:
         ops.embed(ids, table, out, scale)
-    assert np.array_equal(out, source.float32(0, 75)[ids] * np.float32(scale))
+    values = source.float32(0, 75)
+    if ops is cpu and kind in UNIT_FORMATS:
+        whole, units = quantised.in_units(quantised.matrix(source))
+        own, values = values, whole.values() * np.repeat(units, 32, 1)
+        assert 0 < np.abs(values - own).max() <= 4.5 * units.max()
+    assert np.array_equal(out, values[ids] * np.float32(scale))
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt((values.astype(np.float64) ** 2).mean()))
+
+
+@pytest.mark.parametrize("kind", UNIT_FORMATS)
+def test_rounding_scales_is_far_below_what_inputs_lose(cpu: Any, kind: str) -> None:
+    """Precise products, of which the input's error is a hundredth, beside plain ones."""
+    cols = columns_for(kind, 40)
+    source, x = blocks_of(kind, 96, cols), inputs(40, cols)
+    exact = x.astype(np.float64) @ source.float32(0, 96).astype(np.float64).T
+    plain, precise = np.empty((40, 96), np.float32), np.empty((40, 96), np.float32)
+    weight = cpu.matrix(source, "quantised")
+    cpu.matmul(x, weight, plain)
+    cpu.matmul(x, weight, precise, precise=True)
+    lost, rounded = rms(plain - exact) / rms(exact), rms(precise - exact) / rms(exact)
+    print(f"{kind}: inputs {lost:.2e}, scales {rounded:.2e}")
+    assert rounded < lost / 50
+
+
+@pytest.mark.parametrize(("ratio", "limit"), [(30, 0.15), (300, 1.2), (1000, 3.5)])
+def test_blocks_beside_one_of_far_larger_scale(cpu: Any, ratio: int, limit: float) -> None:
+    """The worst case: inputs that are larger where scales are smaller, so that all blocks count the same. What rounding
+    the scales adds, over what inputs lose; other segments of the row have a unit of their own."""
+    cols = 32 * 48
+    rng = np.random.default_rng(3)
+    sizes = np.ones(48, np.float32)
+    sizes[5] = ratio
+    values = rng.standard_normal((64, cols), np.float32) * np.repeat(sizes, 32) * np.float32(1e-3)
+    source = BlockSource("Q4_1", quantize(values, gguf.GGMLQuantizationType.Q4_1))
+    x = inputs(40, cols) / np.repeat(sizes, 32)
+    wide = source.float32(0, 64).astype(np.float64)
+    weight, out = cpu.matrix(source, "quantised"), np.empty((40, 64), np.float32)
+    cpu.matmul(x, weight, out)
+    own = np.empty_like(out)
+    quantised.matmul(x, quantised.matrix(source), own, None)
+    lost, added = rms(own - x @ wide.T), rms(out - own)
+    print(f"{ratio}: added {added / lost:.3f} of what inputs lose")
+    assert 0 < added < limit * lost
+    x[:, : 32 * 24] = 0  # the second segment alone
+    cpu.matmul(x, weight, out)
+    quantised.matmul(x, quantised.matrix(source), own, None)
+    assert rms(out - own) < 0.01 * rms(own - x @ wide.T)
 
 
 def test_parts_keep_their_own_formats(ops: Any) -> None:

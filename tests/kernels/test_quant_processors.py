@@ -104,11 +104,16 @@ def compiled(way: str, bits: int, steps: int) -> tuple[Any, Any]:
         WAYS[way].step(e, total, weights, e.load(e.add(x, 64 * step), VI, 1), bits)
     e.store(WAYS[way].value(e, total), out, 4)
     builder.ret_void()
+    return loaded(str(module), 3)
+
+
+def loaded(text: str, arguments: int) -> tuple[Any, Any]:
+    """(owner, function "dot" of a module)."""
     from cupaged.kernels.cpu.compile import target_machine
 
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), target_machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), target_machine())
     engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
     return engine, kind(engine.get_function_address("dot"))
 
 
@@ -135,6 +140,31 @@ def test_every_way_is_exact(bits: int) -> None:
             out = start.copy()
             dot(u.ctypes.data, x.ctypes.data, out.ctypes.data)
             assert np.array_equal(out, expected), (way, case)
+        del engine
+
+
+def test_pairs_are_multiplied_exactly_on_every_processor() -> None:
+    """low * lower half + high * upper half: random, and the largest that there can be."""
+    rng = np.random.default_rng(5)
+    for way in runnable():
+        module = ir.Module()
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), "dot")
+        builder = ir.IRBuilder(function.append_basic_block())
+        e = Emitter(builder)
+        low, high, pairs = (e.load(argument, VI, 4) for argument in function.args[:3])
+        e.store(WAYS[way].pair_dot(e, low, high, pairs), function.args[3], 4)
+        builder.ret_void()
+        engine, dot = loaded(str(module), 4)
+        for case in range(20):
+            f, s = rng.integers(-32512, 32513, 16), rng.integers(-4064, 4065, 16)
+            scales = rng.integers(-32767, 32768, (2, 16))
+            if case < 16:
+                f[:], s[:] = (1, -1)[case & 1] * 32512, (1, -1)[case >> 1 & 1] * 4064
+                scales[0], scales[1] = (1, -1)[case >> 2 & 1] * 32767, (1, -1)[case >> 3] * 32767
+            arrays = [f, s << 16, (scales[0] & 0xFFFF) | scales[1] << 16]
+            words = [np.ascontiguousarray(array.astype(np.int64).astype(np.int32)) for array in (*arrays, 0 * f)]
+            dot(*(word.ctypes.data for word in words))
+            assert np.array_equal(words[3], f * scales[0] + s * scales[1]), (way, case)
         del engine
 
 

@@ -20,7 +20,7 @@ from cupaged.device.cuda import RESERVED_BYTES, CudaDevice
 from cupaged.device.cuda_capture import RECORDED
 from cupaged.errors import DeviceError, DeviceMemoryError, KernelError, OptionError
 from cupaged.kernels.cuda.backend import STAGING_BYTES
-from cupaged.kernels.interface import PACKED_BLOCK_BYTES, Operations, packed_bytes
+from cupaged.kernels.interface import PACKED_BLOCK_BYTES, UNIT_FORMATS, Operations, packed_bytes
 
 SEEDS = range(4)
 
@@ -154,12 +154,13 @@ def test_memory_leaves_room_for_what_a_step_needs() -> None:
 
 @pytest.mark.parametrize("kind", [*PACKED_BLOCK_BYTES, "float32", "bfloat16"])
 def test_what_weights_take_is_known_before_they_are_read(kind: str) -> None:
-    """Formats without a CUDA kernel are kept as float16, others as they are in the file."""
+    """Formats without a CUDA kernel are kept as float16, others as they are in the file. A CPU's units count a bit."""
     device = device_on()
     quantised = kind in PACKED_BLOCK_BYTES
     source = blocks_of(kind, 64, 512) if quantised else ArraySource(np.ones((64, 512)))
     matrix = device.ops.matrix(source, "quantised" if quantised else kind)
-    assert device.weight_bytes({kind: packed_bytes(kind, 64, 512)}) == matrix.nbytes
+    most = 1.0125 if kind in UNIT_FORMATS else 1
+    assert matrix.nbytes <= device.weight_bytes({kind: packed_bytes(kind, 64, 512)}) <= most * matrix.nbytes
 
 
 def test_a_cache_that_does_not_fit_names_its_option() -> None:
