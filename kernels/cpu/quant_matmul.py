@@ -4,9 +4,9 @@ Bytes and operations: for M rows, 2*M*N*K integer operations; the weights are re
 bound by memory: their roof is packed bytes / read bandwidth. One or two rows leave fetching to the processor (by
 software, at any distance, was up to a third slower on Zen 4). Four to eight compute so long on a block that it no
 longer sees far enough ahead: these fetch AHEAD blocks on (8 rows of 3072 x 576: 66 us without, 51 with). From about 16
-rows on the roof is the integer dot product: 128 operations a cycle and 512-bit vpdpbusd, of which the float steps of a
-block, on the same two ports, leave 8/11 with a minimum and 8/10 without; a piece of a panel then serves all rows from
-L1 while the next one is fetched. Measured figures: `cupaged bench matmul`.
+rows on the roof is the integer dot product: 128 operations a cycle and 512-bit vpdpbusd, of which the last steps of a
+block, on the same two ports, leave 8/10, and 8/11 where a float minimum is added; a piece of a panel then serves all
+rows from L1 while the next one is fetched. Measured figures: `cupaged bench matmul`.
 """
 
 from __future__ import annotations
