@@ -174,8 +174,9 @@ def emit_tile(
             e.prefetch(address, near=True)
     ends = e.loop(count, [e.zero()] * len(pairs), block)
     after = e.add(records, e.mul(count, layout.record))
-    for line in range(0, layout.unit_bytes if ahead else 0, 64):
-        e.prefetch(e.add(e.add(ahead[0], e.mul(count, ahead_stride)), line))
+    for begin in (ahead or ())[:1]:
+        for line in range(0, layout.unit_bytes, 64):
+            e.prefetch(e.add(e.add(begin, e.mul(count, ahead_stride)), line))
     units = [e.load(e.add(after, 64 * group), VF, 64) for group in range(GROUPS)]
     with b.if_else(fresh) as branches:
         for branch, begins in zip(branches, (True, False), strict=True):
