@@ -6,6 +6,8 @@ there is no room. Those that hold no token when their sequence ends, or when the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cupaged.foresight import Foresight
 from cupaged.memory import BlockManager, blocks_for
 from cupaged.request import Sequence
@@ -26,10 +28,10 @@ class Ahead:
         self.vain_steps = 0
         self._since: dict[Sequence, int] = {}  # the step in which a sequence took blocks last
 
-    def extend(self, sequence: Sequence, step: int, promised: list[int]) -> None:
+    def extend(self, sequence: Sequence, step: int, promised: Callable[[int], int]) -> None:
         """For a sequence whose next token is prepared: further blocks, if it will need them and they are there.
 
-        promised: blocks per KV group that running requests need next.
+        promised: blocks of a KV group that running requests need next.
         """
         request, tables = sequence.request, sequence.tables
         if tables is None or len(request.sequences) > 1 or request.params.beam_width is not None:
@@ -43,8 +45,10 @@ class Ahead:
         if wanted <= prepared:
             return
         needed = self.manager.blocks_needed(tables, wanted)
-        for need, pool, due in zip(needed, self.manager.pools, promised, strict=True):
-            if pool.num_free - need - due < pool.num_blocks // SLACK:  # cached blocks are worth more than those to come
+        for group, (need, pool) in enumerate(zip(needed, self.manager.pools, strict=True)):
+            if (
+                pool.num_free - need - promised(group) < pool.num_blocks // SLACK
+            ):  # cached blocks are worth more than those to come
                 return
         if any(needed):
             self.manager.prepare_append(tables, wanted)

@@ -13,7 +13,7 @@ from cupaged.kernels.interface import NO_BLOCK, Array
 from cupaged.memory import BlockManager
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import ForwardBatch
-from cupaged.scheduler import Chunk
+from cupaged.step_plan import Chunk
 
 ROOM = 4  # blocks that a table may grow by before new plans are made
 

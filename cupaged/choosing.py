@@ -9,8 +9,8 @@ from cupaged.errors import StepError
 from cupaged.kernels.interface import Array, SampleRows
 from cupaged.logits import adjust
 from cupaged.request import Sequence as TokenSequence
-from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk
 
 # What a chunk brings: next tokens and the sequences that they are for; or what went wrong with its request.
 Outcome = list[tuple[TokenSequence, int]] | Exception
@@ -64,8 +64,7 @@ def choose(chunks: Sequence[Chunk], logits: StepLogits, step: int) -> list[Outco
 def _is_plain(chunk: Chunk) -> bool:
     """Whether a chunk's sequence chooses its next token by itself, from the logits as they are."""
     request = chunk.sequence.request
-    params = request.params
-    return chunk.samples and params.beam_width is None and request.stem is None and not params.adjusts
+    return chunk.samples and request.plain and request.stem is None
 
 
 def not_finite(step: int, sequence: TokenSequence) -> StepError:

@@ -18,7 +18,7 @@ from cupaged.device.base import Device, MovingCapture
 from cupaged.kernels.interface import Array
 from cupaged.memory import BlockManager
 from cupaged.request import Sequence as TokenSequence
-from cupaged.scheduler import Chunk
+from cupaged.step_plan import Chunk
 
 
 @dataclass(slots=True)

@@ -30,9 +30,10 @@ from cupaged.request import Sequence as TokenSequence
 from cupaged.request_checks import RequestChecks
 from cupaged.residency import Speeds
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import Chunk, Scheduler, StepPlan
+from cupaged.scheduler import Scheduler
 from cupaged.stats import EngineStats, stats_of
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk, StepPlan
 from cupaged.swap import SwapEngine
 
 _log = logging.getLogger("cupaged")

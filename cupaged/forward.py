@@ -14,8 +14,8 @@ from cupaged.kernels.interface import Array, KVView
 from cupaged.memory import BlockManager
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import Decoder
-from cupaged.scheduler import PROMPT_ROWS, Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import PROMPT_ROWS, Chunk
 
 MOST_CAPTURED = 96  # some 0.1 MiB each on a CPU
 

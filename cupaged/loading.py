@@ -190,7 +190,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     from cupaged.model.decoder import Decoder, scratch_shapes
     from cupaged.model.parameters import load_parameters
     from cupaged.model.tokenizer import load_tokenizer
-    from cupaged.scheduler import PROMPT_ROWS
+    from cupaged.step_plan import PROMPT_ROWS
 
     reports = Reports(progress)
     device = chosen_device(options, reports)

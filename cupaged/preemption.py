@@ -24,8 +24,8 @@ from cupaged.request import Request, RequestState
 from cupaged.residency import Parked, Speeds, Victim, Way, way_back, way_out
 
 if TYPE_CHECKING:
-    from cupaged.scheduler import Draft, Scheduler
-
+    from cupaged.scheduler import Scheduler
+from cupaged.step_plan import Draft
 
 _FIRST_ON_HOST = make_ref(0, Pool.PINNED_HOST)  # of plain blocks; those on the device come before it
 

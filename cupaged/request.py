@@ -65,6 +65,9 @@ class TextStream:
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.push(token_id)
+        if self._matcher.idle:
+            self.text += text
+            return text, None
         if self._unsearched:
             self._unsearched -= 1
             return self._show(text, None)
@@ -143,7 +146,11 @@ class Request:
     search: BeamSearch[Sequence] | None = None
     stopped_at: int = -1  # how many had ended when it was stopped last (see preemption.py)
     watched: bool = True  # somebody reads its tokens as they come: prompts beside it keep its pace (budget.py)
+    plain: bool = field(init=False)  # each sequence chooses its next token by itself, from the logits as they are
     stem: int | None = None  # tokens that the first live sequence computes for all; None: each has blocks of its own
+
+    def __post_init__(self) -> None:
+        self.plain = self.params.beam_width is None and not self.params.adjusts
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from cupaged.ahead import Ahead
 from cupaged.budget import TokenBudget
@@ -28,50 +27,7 @@ from cupaged.foresight import Foresight
 from cupaged.memory import BlockManager, Match, PlanItem, blocks_for
 from cupaged.preemption import Given, Room
 from cupaged.request import Request, RequestState, Sequence, common_stem
-
-PROMPT_ROWS = 64  # tokens of prompts whose log-probabilities are wanted, in one step: their logits are V floats each
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`count` tokens of a sequence from position `start`. `samples`: the last of them is its last known token, so that
-    its logits choose the next one. `rows`: of so many of the last tokens the logits are wanted."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does: first the plan items (copies), then one forward pass over all chunks.
-
-    `outgrown`: requests of beams that have no room left to go on, and end.
-    """
-
-    chunks: tuple[Chunk, ...] = ()
-    items: tuple[PlanItem, ...] = ()
-    outgrown: tuple[Request, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class Draft:
-    """A step being put together; a victim's chunks are taken out again. `reserved`: per KV group, blocks that are kept
-    for sequences whose room is still being made."""
-
-    budget: int
-    reserved: list[int]
-    prompt_rows: int = PROMPT_ROWS
-    chunks: list[Chunk] = field(default_factory=list)
-    items: list[PlanItem] = field(default_factory=list)
-    outgrown: list[Request] = field(default_factory=list)
-    preempted: bool = False
+from cupaged.step_plan import Chunk, Draft, StepPlan
 
 
 class Scheduler:
@@ -149,19 +105,47 @@ class Scheduler:
         self.step += 1
         draft = Draft(self.max_tokens, [0] * len(self.manager.groups))
         self.room.fetch_ahead(draft)
-        for request in list(self.running):
-            self._take_request(draft, request, decoding=True)
-        if any(chunk.sequence.request.watched for chunk in draft.chunks):
-            draft.budget = self.budget.prompt_tokens(len(draft.chunks), draft.budget)
-        for request in list(self.running):
-            self._take_request(draft, request, decoding=False)
-        self._admit(draft)
+        others = [request for request in list(self.running) if not self._decode(draft, request)]
+        if draft.preempted:
+            others = list(self.running)
+        if others or self.waiting:  # prompts beside those that decode
+            if any(chunk.sequence.request.watched for chunk in draft.chunks):
+                draft.budget = self.budget.prompt_tokens(len(draft.chunks), draft.budget)
+            for request in others:
+                self._take_request(draft, request, decoding=False)
+            self._admit(draft)
         if self.foresight is not None and self.waiting and self.foresight.is_holding(self.waiting[0]):
             spare = [0 if self.ahead is None else self.ahead.unused(g) for g in range(len(self.manager.pools))]
             available = [pool.num_available + spare[g] - self.promised(g) for g, pool in enumerate(self.manager.pools)]
             self.foresight.watch(self.step, available)
         self.room.note_reads(draft)
         return StepPlan(tuple(draft.chunks), tuple(draft.items), tuple(draft.outgrown))
+
+    def _decode(self, draft: Draft, request: Request) -> bool:
+        """Schedule those sequences of a running request that decode. True: it has no others."""
+        if request.stem is not None or request.params.beam_width is not None:
+            self._take_request(draft, request, decoding=True)
+            return False
+        alone = True
+        for sequence in request.live_sequences:
+            if sequence.num_remaining != 1:
+                alone = False
+            elif request.state is RequestState.RUNNING:
+                self._take_next(draft, sequence)
+        return alone
+
+    def _take_next(self, draft: Draft, sequence: Sequence) -> None:
+        """`_take` of a sequence that decodes. Nearly always its last block has room, and is its own."""
+        tables = sequence.tables
+        if (
+            tables is not None and draft.budget > 0 and len(draft.chunks) < self.max_sequences
+            and not any(draft.reserved) and not self.manager.arriving
+            and not sequence.request.wants_prompt_logprobs and self.manager.append_in_place(tables)
+        ):  # fmt: skip
+            draft.chunks.append(Chunk(sequence, tables.num_tokens, 1, True, 1))
+            draft.budget -= 1
+        else:
+            self._take(draft, sequence)
 
     def _take_request(self, draft: Draft, request: Request, decoding: bool) -> None:
         """Schedule those sequences of a running request that decode, or those that compute known tokens."""
@@ -255,8 +239,7 @@ class Scheduler:
         except OutOfBlocks:
             return None
         if self.ahead is not None and count == 1 and sum(table.num_blocks for table in sequence.tables.tables) > blocks:
-            promised = [self.promised(group) for group in range(len(self.manager.groups))]
-            self.ahead.extend(sequence, self.step, promised)
+            self.ahead.extend(sequence, self.step, self.promised)
         return items
 
     def _give_back(self) -> bool:

@@ -64,6 +64,11 @@ class StopMatcher:
         return self._next[state].get(char, 0)
 
     @property
+    def idle(self) -> bool:
+        """Whether there are no stop strings: every text may be shown at once."""
+        return len(self._next) == 1
+
+    @property
     def matched(self) -> str | None:
         """The stop string that ended the text, None while it goes on."""
         return self._matched
@@ -75,7 +80,7 @@ class StopMatcher:
         """
         if self._matched is not None:
             return "", self._matched
-        if len(self._next) == 1:  # no stop strings
+        if self.idle:
             return text, None
         state = self._state
         for index, char in enumerate(text):

@@ -19,10 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from cupaged.kernels.interface import Array
-
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -51,13 +47,3 @@ def uniform(seed: int, sample: int, position: int) -> float:
     seed &= MASK64
     x0, x1, _, _ = philox4x32((position & MASK32, position >> 32, sample, 0), (seed & MASK32, seed >> 32))
     return (((x0 << 20) | (x1 >> 12)) + 0.5) * 2.0**-52
-
-
-def uniform_rows(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> Array:
-    """`uniform` of R draws at once, bit for bit. Three sequences of R ints; gives float64 [R]."""
-    seed = np.array([s & MASK64 for s in seeds], np.uint64)
-    sample = np.array(list(samples), np.uint64)
-    position = np.array(list(positions), np.uint64)
-    counter = (position & MASK32, position >> 32, sample, np.zeros_like(sample))
-    x0, x1, _, _ = philox4x32(counter, (seed & MASK32, seed >> 32))
-    return (((x0 << 20) | (x1 >> 12)).astype(np.float64) + 0.5) * 2.0**-52

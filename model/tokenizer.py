@@ -8,9 +8,9 @@ model folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,11 +104,19 @@ class Tokenizer:
         if not skip_special_tokens:
             return Detokenizer(self.token_string, self._make_stages())
 
+        return Detokenizer(self._shown, self._make_stages())
+
+    @cached_property
+    def _shown(self) -> Callable[[int], str | None]:
+        """A token's string, None for special ones. The same come up again and again, and the library takes 1 us for
+        each."""
+
+        @lru_cache(maxsize=4096)
         def shown(token_id: int) -> str | None:
             string = self.token_string(token_id)
             return None if string in self._special_texts else string
 
-        return Detokenizer(shown, self._make_stages())
+        return shown
 
     def token_string(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it ("Ġthe", "▁the", "<0x0A>"), None if there is no such token."""

@@ -12,7 +12,7 @@ import numpy as np
 from cupaged.engine import Engine
 from cupaged.outputs import RequestOutput, StreamPiece
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import Chunk
+from cupaged.step_plan import Chunk
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 

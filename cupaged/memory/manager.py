@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from cupaged.errors import BlockError, CapacityError, OptionError, OutOfBlocks
+from cupaged.memory.appending import must_copy, next_slot_is_own
 from cupaged.memory.audit import audit
 from cupaged.memory.blockref import NO_BLOCK, Pool, frame_of, pool_of
 from cupaged.memory.moving import move
@@ -168,6 +169,8 @@ class BlockManager:
         """
         self._check_live(tables)
         for group, (spec, table) in enumerate(zip(self.groups, tables.tables, strict=True)):
+            if spec.window is None:
+                continue
             for pool, refs in self._by_pool(group, give_up_passed(spec, table, tables.num_tokens)):
                 pool.free(refs)
 
@@ -185,7 +188,7 @@ class BlockManager:
         self.check_fits(end)
         return tuple(
             max(0, blocks_for(end, table.block_size) - table.num_blocks)
-            + (num_new > 0 and self._must_copy(group, tables))
+            + (num_new > 0 and must_copy(self.pools[group], tables.tables[group], tables.num_tokens))
             for group, table in enumerate(tables.tables)
         )
 
@@ -208,12 +211,20 @@ class BlockManager:
         plan = []
         for group, (need, pool, table) in enumerate(zip(needed, self.pools, tables.tables, strict=True)):
             fresh = pool.allocate_many(need)
-            if num_new and self._must_copy(group, tables):
+            if num_new and must_copy(self.pools[group], tables.tables[group], tables.num_tokens):
                 plan.append(self._copy_on_write(group, table, tables.num_tokens // table.block_size, fresh.pop(0)))
             for ref in fresh:
                 table.append_block(ref)
         tables.num_prepared = max(tables.num_prepared, tables.num_tokens + num_new)
         return plan
+
+    def append_in_place(self, tables: SequenceTables) -> bool:
+        """`prepare_append` of one token where that takes no block and no copy; False elsewhere, and nothing is done."""
+        self._check_live(tables)
+        if not next_slot_is_own(self.pools, tables):
+            return False
+        tables.num_prepared = max(tables.num_prepared, tables.num_tokens + 1)
+        return True
 
     def commit_append(self, tables: SequenceTables, num_new: int) -> None:
         """The first `num_new` prepared positions are written; the preparation of others ends (0 drops all of it).
@@ -402,22 +413,6 @@ class BlockManager:
         usable = self.pools[group].num_blocks + (host.num_blocks if host is not None and self.in_place else 0)
         max_blocks = self.groups[group].max_blocks
         return usable if max_blocks is None else min(usable, max_blocks)
-
-    def _must_copy(self, group: int, tables: SequenceTables) -> bool:
-        """Whether the next token goes into a block that other sequences use too.
-
-        That can only be a partly filled last block: a full one is not written again, and one without tokens is never
-        shared. All users of a partly filled shared block hold equally many tokens in it, because it is not written
-        while shared.
-        """
-        table = tables.tables[group]
-        index, offset = divmod(tables.num_tokens, table.block_size)
-        if offset == 0:
-            return False
-        ref = table.refs[index]
-        if pool_of(ref) is not Pool.DEVICE:
-            raise BlockError(f"position {tables.num_tokens} is in a block on the host: swap_in comes before writing")
-        return self.pools[group].count(ref) > 1
 
     def _copy_on_write(self, group: int, table: BlockTable, index: int, fresh: int) -> PlanItem:
         shared = table.refs[index]

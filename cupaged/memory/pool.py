@@ -106,6 +106,11 @@ class BlockPool:
         """Reference count of a block; 0 if it is free, cached or draining. BlockError if it is not of this pool."""
         return self._counts[self._frame(ref)]
 
+    def used_once(self, ref: int) -> bool:
+        """Whether it is a block of this pool, and has exactly one user."""
+        frame = ref - self._base
+        return 0 <= frame < self.num_blocks and self._counts[frame] == 1
+
     def pins(self, ref: int) -> int:
         """How many unfinished plan items have the block as an end. BlockError if it is not of this pool."""
         return self._pins[self._frame(ref)]

@@ -155,6 +155,8 @@ class PrefixIndex:
         """
         stored = tables.num_tokens // self.unit
         node, count = self._cursors.get(tables, (None, 0))
+        if node is not None and node.alive and count == stored:
+            return  # nothing new, as at most steps of decoding
         if node is None or not node.alive:
             node, count = self._roots.get(salt) or Node((), None, []), 0
         while count < stored:

@@ -147,7 +147,7 @@ def _key() -> str:
     """Hash of all that the object code depends on."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for source in [*sorted(here.glob("*.py")), here.parent / "interface.py"]:
+    for source in [*sorted(here.glob("*.py")), here.parent / "interface.py", here.parent / "philox.py"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update(repr((_FORMAT, _version("numba"), _version("llvmlite"), fingerprint())).encode())
     return digest.hexdigest()[:32]

@@ -40,7 +40,7 @@ from cupaged.kernels.interface import (
     WeightSource,
     WeightType,
 )
-from cupaged.kernels.philox import uniform_rows
+from cupaged.kernels.philox import MASK64
 
 _MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
 _SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
@@ -334,14 +334,13 @@ class CpuOperations:
             if len(getattr(rows, name)) != count:
                 raise KernelError(f"rows.{name}: {len(getattr(rows, name))} values for {count} rows of logits")
         # Greedy rows draw no number, and nothing of them is looked at but that they are.
-        settings = np.zeros((count, 5), np.float64)
-        drawing = [i for i, temperature in enumerate(rows.temperature) if temperature >= GREEDY_BELOW]
-        if drawing:
-            columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-            for i, column in enumerate(columns):
+        settings = np.zeros((count, 7), np.float64)
+        if max(rows.temperature, default=0.0) >= GREEDY_BELOW:
+            for i, column in enumerate((rows.temperature, rows.top_k, rows.top_p, rows.min_p)):
                 settings[:, i] = column
-            keys = ([column[i] for i in drawing] for column in (rows.seed, rows.sample, rows.position))
-            settings[drawing, 4] = uniform_rows(*keys)
+            keys = settings.view(np.uint64)
+            for i, values in enumerate((rows.seed, rows.sample, rows.position), start=4):
+                keys[:, i] = [value & MASK64 for value in values]
         out = np.empty(count, np.int64)
         scratch_bytes = sample_scratch(size)
         scratch = self._scratch_address("sample", scratch_bytes * self.team.threads)

@@ -16,8 +16,8 @@ from cupaged import LLM, SamplingParams
 from cupaged.cache import PagedKVCache
 from cupaged.engine import Engine
 from cupaged.model.detokenizer import byte_of_char
-from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk
 
 VOCAB = 320  # of the golden checkpoints; their end-of-sequence token is 2
 CONTEXT = 256

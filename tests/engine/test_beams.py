@@ -16,8 +16,8 @@ from cupaged.beam_search import BeamSearch, Candidate, best_candidates
 from cupaged.engine import Engine
 from cupaged.errors import OptionError, RequestError
 from cupaged.outputs import RequestOutput
-from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk
 
 
 def beams(width: int, new: int = 20, **options: Any) -> SamplingParams:

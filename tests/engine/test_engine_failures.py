@@ -14,8 +14,8 @@ from recording import alone, run
 
 from cupaged import LLM, SamplingParams
 from cupaged.errors import DeviceError, RequestError
-from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk
 
 
 def test_S04_an_exception_in_one_request_s_fifth_step_ends_that_one_alone() -> None:

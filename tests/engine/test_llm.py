@@ -14,7 +14,7 @@ from engine_support import greedy, prompt, tiny, with_tokenizer
 
 from cupaged import LLM, SamplingParams
 from cupaged.errors import CapacityError, DeviceError, ModelFileError, OptionError, RequestError
-from cupaged.scheduler import Chunk
+from cupaged.step_plan import Chunk
 
 
 def tokens(stream: Any) -> list[int]:

@@ -16,8 +16,8 @@ from recording import run
 from cupaged import LLM, SamplingParams
 from cupaged.errors import OptionError
 from cupaged.outputs import RequestOutput
-from cupaged.scheduler import Chunk
 from cupaged.step_logits import StepLogits
+from cupaged.step_plan import Chunk
 
 
 def sampled(n: int, new: int = 12, **options: Any) -> SamplingParams:

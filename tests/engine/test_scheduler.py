@@ -10,7 +10,8 @@ import pytest
 from cupaged.memory import BlockManager, GroupSpec
 from cupaged.request import Request, RequestState, make_request
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import Scheduler, StepPlan
+from cupaged.scheduler import Scheduler
+from cupaged.step_plan import StepPlan
 
 
 class Bench:

@@ -12,7 +12,8 @@ from cupaged.memory import BlockManager, CopyBlock, GroupSpec, Pool, pool_of
 from cupaged.request import Request, RequestState, make_request
 from cupaged.residency import Parked, Speeds, Victim, Way
 from cupaged.sampling import SamplingParams
-from cupaged.scheduler import Scheduler, StepPlan
+from cupaged.scheduler import Scheduler
+from cupaged.step_plan import StepPlan
 
 
 class SwapBench(Bench):

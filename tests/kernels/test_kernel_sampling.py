@@ -10,7 +10,7 @@ import pytest
 
 from cupaged.errors import KernelError
 from cupaged.kernels.interface import SampleRows
-from cupaged.kernels.philox import philox4x32, uniform, uniform_rows
+from cupaged.kernels.philox import philox4x32, uniform
 from cupaged.kernels.reference import ReferenceOperations
 
 OFF: dict[str, Any] = {
@@ -103,20 +103,27 @@ def test_uniform_is_the_documented_layout() -> None:
     assert uniform(-1, 1, 2) == uniform(2**64 - 1, 1, 2)
 
 
-def test_uniform_rows_are_uniform() -> None:
+def test_the_kernel_draws_the_same_numbers() -> None:
+    from numba import njit
+
+    from cupaged.kernels.cpu import sampling_math
+
+    @njit("float64(int64, int64, int64)")
+    def draw(seed: int, sample: int, position: int) -> float:
+        return sampling_math.uniform(seed, sample, position)
+
     rng = np.random.default_rng(0)
-    seeds = [*rng.integers(-(2**63), 2**63, 500).tolist(), 2**64 - 1, 0]
-    samples = rng.integers(0, 2**32, 502).tolist()
+    seeds = [*rng.integers(-(2**63), 2**63, 500).tolist(), -1, 0]
+    samples = [*rng.integers(0, 2**32, 501).tolist(), 2**32 - 1]
     positions = [*rng.integers(0, 2**20, 501).tolist(), 2**40]
-    rows = uniform_rows(seeds, samples, positions)
-    assert rows.dtype == np.float64
-    assert rows.tolist() == [uniform(*row) for row in zip(seeds, samples, positions, strict=True)]
-    assert len(set(rows.tolist())) == 502
+    drawn = [draw(*row) for row in zip(seeds, samples, positions, strict=True)]
+    assert drawn == [uniform(*row) for row in zip(seeds, samples, positions, strict=True)]
+    assert len(set(drawn)) == 502
 
 
 def test_uniform_never_reaches_its_ends() -> None:
     assert (2**52 - 1 + 0.5) * 2.0**-52 == 1 - 2.0**-53 < 1
-    many = uniform_rows([7] * 40000, [0] * 40000, list(range(40000)))
+    many = np.array([uniform(7, 0, position) for position in range(40000)])
     assert 0 < many.min() < many.max() < 1
     assert abs(many.mean() - 0.5) < 0.005
     counts = np.histogram(many, 64, (0, 1))[0]
