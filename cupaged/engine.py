@@ -86,16 +86,19 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         watched: bool = True,
+        followed: bool = True,
     ) -> str:
         """Queue a request; returns its id. A smaller `priority` goes first, then who came earlier.
 
         watched: somebody reads the tokens as they come, so that prompts computed beside it shall leave it its pace.
+        followed: False for one of which `step` shall give the last piece of each output only, with no text but what it
+        ends with; `request(id).output()` has all of it at any time.
 
         RequestError (CapacityError for lengths), and nothing queued, if it cannot be served: empty, an id outside the
         vocabulary, too long, an id that is in use.
         """
         request = self._registry.new(prompt_ids, params, request_id, prompt, priority)
-        request.watched = watched
+        request.watched, request.followed = watched, followed
         self._start(request)
         return request.request_id
 
@@ -376,12 +379,12 @@ class Engine:
             text = sequence.stream.push(token)[0] if params.include_stop_str_in_output else ""
             self._finish(sequence, "stop", token, [token], text, logprobs)
             return
-        text, stop = sequence.stream.push(token)
+        text, stop = sequence.stream.push(token) if request.followed else ("", sequence.stream.put(token))
         if stop is not None:
             self._finish(sequence, "stop", stop, [token], text, logprobs)
         elif len(sequence.tokens) >= request.max_total:
             self._finish(sequence, "length", None, [token], text, logprobs)
-        elif not params.picks:
+        elif request.followed and not params.picks:
             listed = None if logprobs is None else [logprobs]
             self._pending.append(StreamPiece(request.request_id, sequence.index, text, [token], listed))
 

@@ -318,7 +318,7 @@ class LLM:
     def _submit(self, ids: Sequence[int], params: SamplingParams, text: str | None, watched: bool = True) -> str:
         self._check_owner()
         self._sweep()
-        return self._watch(self._model.engine.add_request(ids, params, prompt=text, watched=watched))
+        return self._watch(self._model.engine.add_request(ids, params, prompt=text, watched=watched, followed=watched))
 
     def _check_owner(self) -> None:
         if self._owner is not None and self._owner is not threading.current_thread():

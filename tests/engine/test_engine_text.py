@@ -181,3 +181,24 @@ def test_logprobs_of_equal_logits_go_by_id() -> None:
 def test_sampling_options_given_to_chat_are_not_taken_for_template_variables(llm: LLM) -> None:
     with pytest.raises(OptionError, match="temperature: this is a sampling option; put it into params"):
         llm.chat([{"role": "user", "content": "hi"}], temperature=0.1)
+
+
+@pytest.mark.parametrize("stop", [(), ("EFGH",)])
+def test_a_request_that_nobody_follows_has_its_text_at_any_time(llm: LLM, stop: tuple[str, ...]) -> None:
+    written = [3 + byte for byte in "aé🙂EFb".encode()]
+    script(llm.engine, written)
+    engine = llm.engine
+    params = SamplingParams(max_tokens=len(written), temperature=0, stop=list(stop))
+    alone = engine.add_request([5, 6], params, followed=False)
+    read = engine.add_request([5, 6], params)
+    texts, pieces = "", []
+    while engine.has_work:
+        pieces += engine.step()
+        texts = "".join(piece.text for piece in pieces if piece.request_id == read)
+        if len(pieces) % 2:  # asked for now and then
+            assert engine.request(alone).output().text == texts
+    mine = [piece for piece in pieces if piece.request_id == alone]
+    assert len(mine) == 1 and mine[0].finish_reason == "length" and mine[0].usage is not None
+    assert engine.request(alone).output().text == engine.request(read).output().text == texts == "aé🙂EFb"
+    for name in (alone, read):
+        engine.forget(name)
