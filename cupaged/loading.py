@@ -119,7 +119,7 @@ class OpenedModel:
         config = self.checkpoint.config
         group = config.num_heads // config.num_kv_heads
         shape = ModelShape(config.head_dim, group, block_size, config.activation)
-        device.prepare(self.kept, self.kv_dtype, shape)
+        device.prepare(self.kept, self.kv_dtype, shape, self.dtype == "float32")
 
 
 @dataclass(slots=True)
@@ -151,8 +151,8 @@ class Reports:
             self._sink(ProgressEvent(line, 0, None, ""))
 
 
-def open_model(weights: str | Path, options: LoadOptions, reports: Reports, device: str) -> OpenedModel:
-    """Resolve (and fetch, if need be), open and check, for a kind of device; nothing big is read yet."""
+def open_model(weights: str | Path, options: LoadOptions, reports: Reports, device: Device) -> OpenedModel:
+    """Resolve (and fetch, if need be), open and check, for a device; nothing big is read yet."""
     from cupaged.model.checkpoint import open_checkpoint
     from cupaged.model.parameters import kept_bytes, weight_type
     from cupaged.model.source import resolve_weights
@@ -162,8 +162,9 @@ def open_model(weights: str | Path, options: LoadOptions, reports: Reports, devi
     tensors = _as_asked(checkpoint, options.quantize)
     stored = checkpoint.config.stored_dtype
     dtype: Any = weight_type(tensors, stored) if options.dtype == "auto" else options.dtype
-    kv_dtype: Any = _kv_dtype(dtype, device) if options.kv_dtype == "auto" else options.kv_dtype
-    return OpenedModel(path, checkpoint, tensors, dtype, kept_bytes(tensors, dtype), kv_dtype)
+    kv_dtype: Any = _kv_dtype(dtype, device.kind) if options.kv_dtype == "auto" else options.kv_dtype
+    kept = kept_bytes(tensors, dtype, device.as_stored)
+    return OpenedModel(path, checkpoint, tensors, dtype, kept, kv_dtype)
 
 
 def chosen_device(options: LoadOptions, reports: Reports) -> Device:
@@ -195,7 +196,7 @@ def load_model(weights: str | Path, options: LoadOptions, progress: ProgressSink
     reports = Reports(progress)
     device = chosen_device(options, reports)
     try:
-        opened = open_model(weights, options, reports, device.kind)
+        opened = open_model(weights, options, reports, device)
         checkpoint, dtype, kept, kv_dtype = opened.checkpoint, opened.dtype, opened.kept, opened.kv_dtype
         config, path = checkpoint.config, opened.path
         metadata = checkpoint.metadata if checkpoint.kind == "gguf" else checkpoint.metadata["config.json"]

@@ -38,7 +38,7 @@ def warm_up(weights: str | Path, options: LoadOptions, progress: ProgressSink | 
     reports = Reports(count)
     device = chosen_device(options, reports)
     try:
-        opened = open_model(weights, options, reports, device.kind)
+        opened = open_model(weights, options, reports, device)
         before, began = _kept(), time.monotonic()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "compiled kernels cannot be kept")

@@ -40,6 +40,19 @@ PACKED_BLOCK_BYTES: dict[str, int] = {
 }
 UNIT_FORMATS = ("Q4_1", "Q4_K")
 SEGMENT_BLOCKS = 24
+# What a matrix asked for as "float32" may be kept as, where kernels make exactly its float32 values of the stored ones:
+# the same formats -> bytes that 32 weights take then.
+EXACT_BLOCK_BYTES: dict[str, int] = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q8_0": 34,
+    "Q5_0": 34,
+    "IQ4_NL": 34,
+    "Q4_K": 24,
+    "Q5_1": 40,
+    "Q5_K": 40,
+    "Q6_K": 40,
+}
 QUANT_PANEL = 32  # outputs that are packed together; the last panel is filled up with zeros
 
 
@@ -54,12 +67,27 @@ def kept_type(dtype: str, columns: int) -> str:
     return {"F32": "float32", "BF16": "bfloat16"}.get(dtype, "float16")
 
 
-def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """Bytes of a packed matrix, or part of one; `kind`: a storage type or a format of PACKED_BLOCK_BYTES."""
+def exact_type(dtype: str, columns: int) -> str:
+    """How a part of a weight asked for as "float32" is kept by kernels that compute with the float32 values of what is
+    stored: as it is stored, else as float32.
+
+    dtype: the part's format by its name in the file.
+    """
+    if dtype in EXACT_BLOCK_BYTES and columns > 0 and columns % QUANT_BLOCK == 0:
+        return dtype
+    return {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32")
+
+
+def packed_bytes(kind: str, rows: int, columns: int, exact: bool = False) -> int:
+    """Bytes of a packed matrix, or part of one; `kind`: a storage type or a format of PACKED_BLOCK_BYTES; exact: kept
+    for float32 products, with blocks of EXACT_BLOCK_BYTES."""
     if kind in STORAGE_BYTES:
         return -(-rows // 64) * 64 * columns * STORAGE_BYTES[kind]
     blocks = columns // QUANT_BLOCK
-    an_output = blocks * PACKED_BLOCK_BYTES[kind] + (4 * segments(blocks) if kind in UNIT_FORMATS else 0)
+    if exact:
+        an_output = blocks * EXACT_BLOCK_BYTES[kind]
+    else:
+        an_output = blocks * PACKED_BLOCK_BYTES[kind] + (4 * segments(blocks) if kind in UNIT_FORMATS else 0)
     return -(-rows // QUANT_PANEL) * QUANT_PANEL * an_output
 
 
@@ -179,6 +207,7 @@ class Operations(Protocol):
     def matrix(self, source: WeightSource, dtype: WeightType) -> Matrix:
         """Pack a weight matrix [N, K], stored as `dtype` (rounded to nearest even when narrowing).
 
+        "float32": products of the float32 values; an implementation may keep a part as it is stored (`exact_type`).
         "quantised": each part of the source keeps its own blocks (`kept_type`), and `matmul` with it quantises its
         input to int8 by rows and blocks of 32: `reference.quantised` is the contract.
         """

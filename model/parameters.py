@@ -13,6 +13,7 @@ from cupaged.kernels.interface import (
     Operations,
     WeightSource,
     WeightType,
+    exact_type,
     kept_type,
     packed_bytes,
 )
@@ -67,17 +68,22 @@ def weight_type(tensors: Mapping[str, WeightSource], stored_dtype: str) -> Weigh
     return stored[stored_dtype]
 
 
-def kept_bytes(tensors: Mapping[str, WeightSource], dtype: WeightType) -> dict[str, int]:
+def kept_bytes(tensors: Mapping[str, WeightSource], dtype: WeightType, as_stored: bool = False) -> dict[str, int]:
     """Bytes that the weights take in memory as `dtype`, by what they are kept as: {"Q4_1": 81000000, ...}.
 
-    Norms and biases, which are always float32, are left out.
+    as_stored: of a device that keeps float32 weights as they are stored where it can (`Device.as_stored`). Norms and
+    biases, which are always float32, are left out.
     """
+    exact = as_stored and dtype == "float32"
     kept: Counter[str] = Counter()
     for source in tensors.values():
         if len(source.shape) == 2:
             rows, columns = source.shape
-            kind = dtype if dtype in STORAGE_BYTES else kept_type(source.dtype, columns)
-            kept[kind] += packed_bytes(kind, rows, columns)
+            if exact:
+                kind = exact_type(source.dtype, columns)
+            else:
+                kind = dtype if dtype in STORAGE_BYTES else kept_type(source.dtype, columns)
+            kept[kind] += packed_bytes(kind, rows, columns, exact)
     return dict(kept.most_common())
 
 

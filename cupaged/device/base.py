@@ -86,18 +86,20 @@ class Device(ABC):
     name: str  # for people: processor or card
     k_transposed: bool  # the order of K inside a block that this device's kernels like best
     unified: bool  # its memory is the host's: kernels read host blocks as fast as their own
+    as_stored: bool  # weights asked for as float32 are kept as they are stored, see `interface.exact_type`
 
     @property
     @abstractmethod
     def ops(self) -> Operations: ...
 
     def prepare(  # noqa: B027  (not all have something to do)
-        self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None
+        self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None, exact: bool = False
     ) -> None:
         """Have the kernels at hand that a model needs, all at once, where they must be compiled.
 
-        `weights`: what its matrices are kept as (see `interface.kept_type`); `cache`: the type of its K/V. Without
-        `shape`, kernels that depend on it may be compiled at their first use.
+        `weights`: what its matrices are kept as (see `interface.kept_type`); `cache`: the type of its K/V.
+        exact: the weights were asked for as float32. Without `shape`, kernels that depend on it may be compiled at
+        their first use.
         """
 
     @abstractmethod

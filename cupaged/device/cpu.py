@@ -61,6 +61,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     unified = True
+    as_stored = True
     k_transposed = True  # one dim of 16 tokens is a vector: scores need no sums across lanes
 
     def __init__(self, threads: int | None = None, progress: ProgressCallback | None = None) -> None:
@@ -79,8 +80,10 @@ class CpuDevice(Device):
     def ops(self) -> Operations:
         return self._ops
 
-    def prepare(self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None) -> None:
-        self.team.library.require(groups_for(weights, cache), self._progress)
+    def prepare(
+        self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None, exact: bool = False
+    ) -> None:
+        self.team.library.require(groups_for(weights, cache, exact), self._progress)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return aligned(int(np.prod(shape, dtype=np.int64)), dtype).reshape(shape)

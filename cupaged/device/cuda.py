@@ -104,6 +104,7 @@ class CudaDevice(Device):
 
     kind = "cuda"
     unified = False
+    as_stored = False
     k_transposed = False
 
     def __init__(
@@ -135,7 +136,9 @@ class CudaDevice(Device):
     def ops(self) -> Operations:
         return self.recorder.front
 
-    def prepare(self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None) -> None:
+    def prepare(
+        self, weights: Iterable[str], cache: StorageType, shape: ModelShape | None = None, exact: bool = False
+    ) -> None:
         self._check()
         builds = builds_for(self.runtime.architecture, self.runtime.shared_limit, weights, cache, shape)
         self.runtime.prepare(list(builds), self._progress)

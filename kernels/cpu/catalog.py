@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
-from cupaged.kernels.cpu.quant_layout import LAYOUT_OF
+from cupaged.kernels.cpu.exact_layout import EXACT_LAYOUT_OF, EXACT_LAYOUTS, OWN_PACKERS
+from cupaged.kernels.cpu.quant_layout import LAYOUT_OF, LAYOUTS
 from cupaged.kernels.interface import STORAGE_BYTES
 
 # Kernels that exist once, by the module of this package they are in.
@@ -33,10 +34,10 @@ ONCE = {
 PER_KIND: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "weights": (tuple(STORAGE_BYTES), {"gemm": ("matmul", "pack", "embed")}),
     "cache": (tuple(STORAGE_BYTES), {"elementwise": ("write_kv",), "attention": ("attention_parts",)}),
-    "quantised": (
-        tuple(dict.fromkeys(LAYOUT_OF.values())),
-        {"quant_matmul": ("quant_matmul", "quant_matmul_precise"), "quant_embed": ("quant_embed",)},
-    ),
+    "quantised": (tuple(dict.fromkeys(LAYOUT_OF.values())), {"quant_matmul": ("quant_matmul", "quant_matmul_precise")}),
+    "exact": (EXACT_LAYOUTS, {"exact_matmul": ("exact_matmul",)}),
+    "records": (tuple(LAYOUTS), {"quant_embed": ("quant_embed",)}),
+    "exact_blocks": (OWN_PACKERS, {"quant_pack": ("quant_pack_exact",)}),
     "blocks": (tuple(LAYOUT_OF), {"quant_pack": ("quant_pack",)}),
 }
 BASIC = "basic"
@@ -58,11 +59,17 @@ MEMBERS = _members()
 GROUP_OF: dict[str, str] = {member[0]: group for group, members in MEMBERS.items() for member in members}
 
 
-def groups_for(weights: Iterable[str], cache: str) -> list[str]:
-    """The groups that a model waits for: `weights` are storage types and formats that are kept, `cache` the K/V's."""
+def groups_for(weights: Iterable[str], cache: str, exact: bool = False) -> list[str]:
+    """The groups that a model waits for: `weights` are storage types and formats that are kept, `cache` the K/V's;
+    exact: products with the formats are those of their float32 values."""
     groups = [BASIC, f"cache-{cache}"]
     for kind in weights:
-        groups += [f"weights-{kind}"] if kind in STORAGE_BYTES else [f"quantised-{LAYOUT_OF[kind]}", f"blocks-{kind}"]
+        if kind in STORAGE_BYTES:
+            groups.append(f"weights-{kind}")
+        else:
+            layout = (EXACT_LAYOUT_OF if exact else LAYOUT_OF)[kind]
+            packers = "exact_blocks" if exact and kind in OWN_PACKERS else "blocks"
+            groups += [f"{'exact' if exact else 'quantised'}-{layout}", f"records-{layout}", f"{packers}-{kind}"]
     return list(dict.fromkeys(groups))
 
 

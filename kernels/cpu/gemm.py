@@ -2,18 +2,22 @@
 
     out[m, n] = sum over pieces of KC inputs, in order, of (a chain of fused multiply-adds over the piece from zero)
 
-The chain never depends on how many rows share a tile (1, 2, 4 or 6), which panel or thread it is on. Short pieces also
-keep the rounding error below that of one long chain.
+The chain never depends on how many rows share a tile (1, 2, 4 or 6), which panel or thread it is on, or how the weight
+is stored, as long as it is worth the same float32. Short pieces also keep the rounding error below that of one long
+chain.
 
-Weights are packed at load into panels of 64 outputs, [ceil(N/64)][K][64], zero-padded, as float32, float16 or bfloat16.
+Weights are packed at load into panels of 64 outputs, [ceil(N/64)][K][64], zero-padded, as float32, float16 or bfloat16;
+16-bit ones are widened by each tile, which for 512 rows is as fast as from float32. Blocks of a quantised file may be
+kept as they are: exact_matmul.py.
 
 Bytes and operations: for M rows, 2*M*N*K operations; the weights (N*K elements) are read once per 240 rows. One row is
 bound by memory: its roof is weight bytes / read bandwidth. From about 16 rows on the roof is fused multiply-adds:
-32 float32 operations a cycle and 512-bit unit. Measured figures: bench/kernels.py.
+32 float32 operations a cycle and 512-bit unit. Measured figures: `cupaged bench matmul`.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import njit, types
@@ -36,7 +40,8 @@ PANEL = 64  # outputs in a panel: 4 vectors
 KC = 128  # inputs in a piece: KC x 64 float32 weights are 32 KiB, one L1 cache
 MB = 240  # rows that a piece of a panel serves before the next is taken
 UNROLL = 8
-SCRATCH = MB * PANEL * 4  # bytes a thread needs for the last, partly filled panel
+WIDENED = KC * PANEL * 4  # bytes of a piece of a panel as float32: room for weights that are widened (exact_matmul.py)
+SCRATCH = WIDENED + MB * PANEL * 4  # bytes a thread needs, outputs of the last, partly filled panel with them
 
 KERNEL = types.void(types.int64, types.int64, types.int64)  # (operation record, chunk, thread)
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -96,6 +101,7 @@ def zero_tile(e: Emitter, out: Any, rows: Any, stride: Any) -> None:
     e.loop(rows, [], row)
 
 
+@cache
 def row_tiles(kind: str) -> Any:
     """A function that runs tiles over any number of rows; which tile heights are used does not change a bit."""
     one, two = tile(1, kind), tile(2, kind)
@@ -138,51 +144,73 @@ def row_tiles(kind: str) -> Any:
     return run_narrow
 
 
-def matmul(kind: str) -> Any:
-    """The operation: a chunk is a group of rows by a group of panels.
+PANELS = types.void(*[types.int64] * 10)  # see `product`
 
-    Record: weights, x, out, M, N, K, x stride, out stride (bytes), panels a chunk, rows a chunk, scratch (SCRATCH bytes
-    a thread), bias address (0: none).
+
+def matmul(kind: str) -> Any:
+    """The operation on panels of a storage type, see `product`."""
+    tiles, size = row_tiles(kind), SIZE[kind]
+
+    @njit(PANELS, **OPTIONS)
+    def run(weights, k_total, p, _width, x, x_stride, out, out_stride, rows, _scratch):  # type: ignore[no-untyped-def]
+        for k in range(0, k_total, KC):
+            panel = weights + (p * k_total + k) * PANEL * size
+            tiles(panel, min(KC, k_total - k), x + 4 * k, x_stride, out, out_stride, rows)
+
+    return product(run, PANEL)
+
+
+def product(run: Any, unit: int) -> Any:
+    """The operation. A chunk is a group of rows by a group of units, which are panels of `unit` outputs: 64 or 32.
+
+    Record: weights, x, out, M, N, K, x stride, out stride (bytes), units of a large chunk, rows a chunk, scratch
+    (SCRATCH bytes a thread), bias address (0: none), large chunks, units of a small chunk (`operations.chunks_of`).
+
+    run(weights, K, first unit, units, x, x stride, out, out stride, rows, scratch): out[rows, 64] += x[rows, K]
+    by the weights of 64 outputs (of half as many, where there is only one unit of 32: what is added to the others is of
+    no account).
     """
-    tiles = row_tiles(kind)
-    size = SIZE[kind]
+    span = PANEL // unit
 
     @njit(KERNEL, **OPTIONS)
     def matmul_kernel(op, chunk, thread):  # type: ignore[no-untyped-def]
         weights, x, out = load64(op + 16), load64(op + 24), load64(op + 32)
         m_total, n_total, k_total = load64(op + 40), load64(op + 48), load64(op + 56)
         x_stride, out_stride = load64(op + 64), load64(op + 72)
-        panels_a_chunk, rows_a_chunk = load64(op + 80), load64(op + 88)
-        scratch, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
-        panels = (n_total + PANEL - 1) // PANEL
-        groups = (panels + panels_a_chunk - 1) // panels_a_chunk
-        first_panel = (chunk % groups) * panels_a_chunk
-        last_panel = min(panels, first_panel + panels_a_chunk)
+        large_size, rows_a_chunk = load64(op + 80), load64(op + 88)
+        widened, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
+        large, small_size = load64(op + 112), load64(op + 120)
+        scratch = widened + WIDENED
+        units = (n_total + unit - 1) // unit
+        groups = large + (units - large * large_size + small_size - 1) // small_size
+        part = chunk % groups
+        first = part * large_size
+        last = first + large_size
+        if part >= large:
+            first = large * large_size + (part - large) * small_size
+            last = min(units, first + small_size)
         first_row = (chunk // groups) * rows_a_chunk
         last_row = min(m_total, first_row + rows_a_chunk)
         for row in range(first_row, last_row, MB):
             rows = min(MB, last_row - row)
-            for p in range(first_panel, last_panel):
-                columns = min(PANEL, n_total - p * PANEL)
-                target = out + row * out_stride + p * PANEL * 4
+            for p in range(first, last, span):
+                width = min(span, last - p)
+                columns = min(width * unit, n_total - p * unit)
+                target = out + row * out_stride + p * unit * 4
                 stride = out_stride
                 direct = columns == PANEL
                 if not direct:
                     target = scratch
                     stride = PANEL * 4
                 zero_tile(target, rows, stride)
-                for k in range(0, k_total, KC):
-                    tiles(
-                        weights + (p * k_total + k) * PANEL * size, min(KC, k_total - k),
-                        x + row * x_stride + k * 4, x_stride, target, stride, rows,
-                    )  # fmt: skip
+                run(weights, k_total, p, width, x + row * x_stride, x_stride, target, stride, rows, widened)
                 if not direct or bias != 0:
                     for r in range(rows):
                         a = target + r * stride
-                        o = out + (row + r) * out_stride + p * PANEL * 4
+                        o = out + (row + r) * out_stride + p * unit * 4
                         if bias != 0:
                             for c in range(columns):
-                                store_float(a + 4 * c, load_float(a + 4 * c) + load_float(bias + (p * PANEL + c) * 4))
+                                store_float(a + 4 * c, load_float(a + 4 * c) + load_float(bias + (p * unit + c) * 4))
                         if not direct:
                             for c in range(columns):
                                 store_float(o + 4 * c, load_float(a + 4 * c))

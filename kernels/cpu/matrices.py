@@ -9,6 +9,7 @@ import numpy as np
 
 from cupaged.errors import KernelError
 from cupaged.kernels.cpu.arrays import Arena, address
+from cupaged.kernels.cpu.exact_layout import EXACT_LAYOUT_OF, OWN_PACKERS
 from cupaged.kernels.cpu.executor import Records, Team
 from cupaged.kernels.cpu.quant_layout import LAYOUT_OF, LAYOUTS
 from cupaged.kernels.cpu.quant_layout import PANEL as QUANT_PANEL
@@ -19,6 +20,7 @@ from cupaged.kernels.interface import (
     Matrix,
     WeightSource,
     WeightType,
+    exact_type,
     kept_type,
     packed_bytes,
 )
@@ -30,13 +32,14 @@ STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """Weights in panels of `dtype`: a storage type, [ceil(rows/64)][cols][64] (gemm.py; bfloat16 as uint16), or a
-    quantised format, in the records of quant_layout.py."""
+    quantised format, in the records of quant_layout.py. exact: products are those of the float32 values."""
 
     rows: int
     cols: int
     dtype: str
     panels: Array
     address: int
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +48,12 @@ class PackedMatrix:
     @property
     def layout(self) -> str | None:
         """A key of `quant_layout.LAYOUTS`; None of a storage type."""
-        return LAYOUT_OF.get(self.dtype)
+        return (EXACT_LAYOUT_OF if self.exact else LAYOUT_OF).get(self.dtype)
+
+    @property
+    def quantises(self) -> bool:
+        """Products are of integers: their input is quantised first."""
+        return not self.exact and self.dtype in LAYOUT_OF
 
     def outputs(self, begin: int, end: int) -> PackedMatrix:
         """Some of the rows; `begin` is that of a panel of a quantised format."""
@@ -98,18 +106,26 @@ def pack(team: Team, arena: Arena, source: WeightSource, dtype: WeightType) -> P
     """`Operations.matrix` on the CPU; the panels are taken from `arena`."""
     if len(source.shape) != 2:
         raise KernelError(f"matrix: expected two dimensions, got shape {tuple(source.shape)}")
-    if dtype in STORAGE:
-        return _pack_floats(team, arena, source, dtype)
-    if dtype != "quantised":
+    exact = dtype == "float32"
+    if exact:
+        kinds = [exact_type(part.dtype, source.shape[1]) for part in source.parts]
+    elif dtype == "quantised":
+        kinds = [kept_type(part.dtype, source.shape[1]) for part in source.parts]
+    elif dtype in STORAGE:
+        kinds = [str(dtype)]
+    else:
         raise KernelError(f"dtype: {dtype!r} is not one of {', '.join(STORAGE)}, quantised")
+    if len(set(kinds)) == 1 and kinds[0] in STORAGE:
+        return _pack_floats(team, arena, source, kinds[0])
     runs: list[tuple[str, list[WeightSource]]] = []  # neighbours of one type make one part
-    for part in source.parts:
-        kind = kept_type(part.dtype, source.shape[1])
+    for part, kind in zip(source.parts, kinds, strict=True):
         if not runs or runs[-1][0] != kind or kind in STORAGE:
             runs.append((kind, []))
         runs[-1][1].append(part)
     parts = [
-        _pack_floats(team, arena, members[0], kind) if kind in STORAGE else _pack_blocks(team, arena, members, kind)
+        _pack_floats(team, arena, members[0], kind)
+        if kind in STORAGE
+        else _pack_blocks(team, arena, members, kind, exact)
         for kind, members in runs
     ]
     return parts[0] if len(parts) == 1 else JoinedMatrix(tuple(parts))
@@ -138,13 +154,14 @@ def _pack_floats(team: Team, arena: Arena, source: WeightSource, dtype: str) -> 
     return PackedMatrix(rows, cols, dtype, store, base)
 
 
-def _pack_blocks(team: Team, arena: Arena, sources: Sequence[WeightSource], kind: str) -> PackedMatrix:
+def _pack_blocks(team: Team, arena: Arena, sources: Sequence[WeightSource], kind: str, exact: bool) -> PackedMatrix:
     """Sources of one format, rows in order, straight from where they are stored into the order of the kernels."""
     rows, cols = sum(source.shape[0] for source in sources), sources[0].shape[1]
-    store = arena.take(packed_bytes(kind, rows, cols), np.uint8)
-    panel_bytes = LAYOUTS[LAYOUT_OF[kind]].panel_bytes(cols // QUANT_BLOCK)
+    store = arena.take(packed_bytes(kind, rows, cols, exact), np.uint8)
+    panel_bytes = LAYOUTS[(EXACT_LAYOUT_OF if exact else LAYOUT_OF)[kind]].panel_bytes(cols // QUANT_BLOCK)
     if rows % QUANT_PANEL:  # what fills the last panel up: zero scales
         store[rows // QUANT_PANEL * panel_bytes :] = 0
+    packer = f"quant_pack_exact_{kind}" if exact and kind in OWN_PACKERS else f"quant_pack_{kind}"
     first = 0
     for source in sources:
         count = source.shape[0]
@@ -153,6 +170,6 @@ def _pack_blocks(team: Team, arena: Arena, sources: Sequence[WeightSource], kind
             raise KernelError(f"matrix: a source of {kind} gives no rows of blocks")
         panels = -(-(first + count) // QUANT_PANEL) - first // QUANT_PANEL
         arguments = (address(blocks), blocks.strides[0], first, count, cols, address(store))
-        team.launch(f"quant_pack_{kind}", panels if count else 0, *arguments)
+        team.launch(packer, panels if count else 0, *arguments)
         first += count
-    return PackedMatrix(rows, cols, kind, store, address(store))
+    return PackedMatrix(rows, cols, kind, store, address(store), exact)

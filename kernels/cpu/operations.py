@@ -22,6 +22,7 @@ from cupaged.kernels.cpu.attention_record import (
     scratch_bytes,
     state_bytes,
 )
+from cupaged.kernels.cpu.exact_layout import FEW as EXACT_FEW
 from cupaged.kernels.cpu.executor import AttentionCall, Records, Team
 from cupaged.kernels.cpu.matrices import PANEL, JoinedMatrix, PackedMatrix, pack, parts_of, plain_outputs
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, Planner
@@ -42,7 +43,7 @@ from cupaged.kernels.interface import (
 )
 from cupaged.kernels.philox import MASK64
 
-_MATMUL_SCRATCH = 240 * 64 * 4  # gemm.SCRATCH, which importing would bring Numba along; a test holds them together
+_MATMUL_SCRATCH = (128 + 240) * 64 * 4  # gemm.SCRATCH: importing it would bring Numba along; a test holds them equal
 _SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
 _SAMPLE_GROUP = 64  # sampling.GROUP
 _ROWS_A_CHUNK = 240
@@ -117,7 +118,7 @@ class CpuOperations:
         first = 0
         for part in parts:
             plain = plain_outputs(part.rows, precise, precise_from - first)
-            if part.layout is None:
+            if not part.quantises:
                 spans.append((part, 0, part.rows, None))
             else:
                 spans += [(part, *span) for span in ((0, plain, False), (plain, part.rows, True)) if span[0] < span[1]]
@@ -158,25 +159,27 @@ class CpuOperations:
     def _product(
         self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int, precise: bool
     ) -> None:  # fmt: skip
-        panel, rows_a_chunk = (PANEL, _ROWS_A_CHUNK) if part.layout is None else (QUANT_PANEL, MB)
+        panel, rows_a_chunk = (QUANT_PANEL, MB) if part.quantises else (PANEL, _ROWS_A_CHUNK)
         panels = -(-part.rows // panel)
         if panels < 8:
             rows_a_chunk = 48
-        if part.layout and precise:
+        if precise:
             rows_a_chunk //= 2
         row_groups = -(-count // rows_a_chunk)
-        arguments = (part.address, x, out, count, part.rows, part.cols, x_stride, out_stride)
-        scratch = self._scratch_address("matmul", 0)
-        if part.layout is None:
-            # Work for every thread several times over; with many rows, panels alone may be too few.
-            panels_a_chunk = max(1, panels // max(16, 4 * self.team.threads))
-            chunks = -(-panels // panels_a_chunk) * row_groups
-            self.team.launch(f"matmul_{part.dtype}", chunks, *arguments, panels_a_chunk, rows_a_chunk, scratch, bias)
-            return
         chunks, large, large_size, small_size = chunks_of(panels, self.team.threads)
+        if part.exact and part.layout:  # in panels of 32, which go in twos: a single one at the end takes few rows
+            if count <= EXACT_FEW:
+                chunks, large, large_size, small_size = chunks_of(-(-part.rows // QUANT_PANEL), self.team.threads)
+            else:
+                large_size, small_size = 2 * large_size, 2 * small_size
+        if part.quantises:
+            kernel = f"quant_matmul_{'precise_' if precise else ''}{part.layout}"
+        else:
+            kernel = f"matmul_{part.dtype}" if part.layout is None else f"exact_matmul_{part.layout}"
         self.team.launch(
-            f"quant_matmul_{'precise_' if precise else ''}{part.layout}", chunks * row_groups,
-            *arguments, large_size, rows_a_chunk, scratch, bias, large, small_size,
+            kernel, chunks * row_groups,
+            part.address, x, out, count, part.rows, part.cols, x_stride, out_stride,
+            large_size, rows_a_chunk, self._scratch_address("matmul", 0), bias, large, small_size,
         )  # fmt: skip
 
     # -- elementwise

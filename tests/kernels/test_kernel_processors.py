@@ -39,12 +39,16 @@ print("floats", digest.hexdigest())
 ops = get_device("cpu").ops
 for kind in KINDS:
     cols = columns_for(kind, 27)
-    weight = ops.matrix(blocks_of(kind, 101, cols), "quantised")
+    source = blocks_of(kind, 101, cols)
+    weight, exact = ops.matrix(source, "quantised"), ops.matrix(source, "float32")
     x = np.random.default_rng(7).standard_normal((69, cols), np.float32)
-    rows, out = np.empty((101, cols), np.float32), np.empty((69, 101), np.float32)
+    rows, out, few, many = (np.empty(shape, np.float32) for shape in ((101, cols), (69, 101), (7, 101), (69, 101)))
     ops.embed(np.arange(101, dtype=np.int32), weight, rows)
     ops.matmul(x, weight, out)
-    print(kind, hashlib.sha256(rows.tobytes() + out.tobytes()).hexdigest())
+    ops.matmul(x[:7], exact, few)
+    ops.matmul(x, exact, many)
+    assert np.array_equal(few, many[:7])
+    print(kind, hashlib.sha256(rows.tobytes() + out.tobytes() + many.tobytes()).hexdigest())
 """
 
 
