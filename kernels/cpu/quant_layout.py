@@ -75,7 +75,7 @@ class Layout:
     @property
     def piece(self) -> int:
         """The most blocks of a panel that serve many rows in turn: with 6 rows of input they stay in L1 (32 KiB)."""
-        return SEGMENT_BLOCKS if self.nibbles else 16
+        return SEGMENT_BLOCKS if self.nibbles else 18
 
     def panel_bytes(self, blocks: int) -> int:
         """A panel's records, and units."""

@@ -88,6 +88,22 @@ def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
     return [e.load_as_float(e.add(record, (PANEL * place + 16 * group) * size), layout.scale_type) for place in places]
 
 
+def _read_unless(e: Emitter, fresh: Any, addresses: Sequence[Any]) -> list[Any]:
+    """The 16 floats at each address, or zeros; what is not needed is not read (a line may be far away)."""
+    b = e.b
+    before = b.block
+    with b.if_then(b.not_(fresh)):
+        read = [e.load_as_float(address, "float32") for address in addresses]
+        reading = b.block
+    values = []
+    for value in read:
+        phi = b.phi(VF)
+        phi.add_incoming(e.zero(), before)
+        phi.add_incoming(value, reading)
+        values.append(phi)
+    return values
+
+
 def emit_tile(
     e: Emitter, way: Way, layout: Layout, rows: int, terms: int, records: Any, count: Any, x: Any, x_stride: Any,
     out: Any, out_stride: Any, fresh: Any, ahead: tuple[Any, Any] | None = None, ahead_stride: Any = None,
@@ -120,6 +136,11 @@ def emit_tile(
             if len(passes) > 1:  # or LLVM does the passes side by side, with too many values for the registers
                 b.fence("seq_cst", "singlethread")
             one_pass(record, inputs, groups, result)
+            if len(passes) > 1 and layout.scales == 1 and not layout.units:
+                # Or LLVM leaves sums and factors of this pass for the next, and stores 26 values in between.
+                same = ir.FunctionType(VF, [VF])
+                for row in range(rows):
+                    result[row, groups[0]] = b.asm(same, "", "=v,0", [result[row, groups[0]]], side_effect=True)
         return list(result.values())
 
     def one_pass(record: Any, inputs: list[Any], groups: Sequence[int], result: dict[tuple[int, int], Any]) -> None:
@@ -164,14 +185,14 @@ def emit_tile(
                 result[row, group] = e.fma(scales[group][1], splat(row, X_SUM, F32), result[row, group])
 
     addresses = [e.add(outs[row], 64 * group) for row, group in pairs]
+    if 4 <= rows < EIGHT:  # what is written at the end must not be waited for then (of eight rows it is near)
+        for address in addresses:
+            e.prefetch(address, near=True)
     if not layout.units:
-        begin = [b.select(fresh, e.zero(), e.load_as_float(address, "float32")) for address in addresses]
+        begin = _read_unless(e, fresh, addresses)
         for address, value in zip(addresses, e.loop(count, begin, block), strict=True):
             e.store(value, address, 4)
         return
-    if rows >= 4:  # what is written at the end must not be waited for then
-        for address in addresses:
-            e.prefetch(address, near=True)
     ends = e.loop(count, [e.zero()] * len(pairs), block)
     after = e.add(records, e.mul(count, layout.record))
     for begin in (ahead or ())[:1]:
