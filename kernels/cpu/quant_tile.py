@@ -26,7 +26,7 @@ that do it are not those of the dot products), and for few rows it is up to twic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -147,13 +147,25 @@ def emit_tile(
         weights = _weights(e, layout, record, groups)
         paired = layout.units and terms == 1
         if paired:
-            pairs_of = {group: e.load(e.add(record, 64 * group), VI, 64) for group in groups}
+            scales = {group: [e.load(e.add(record, 64 * group), VI, 64)] for group in groups}
             if rows < 4:  # nothing is fetched ahead: read memory in order, or one row is 5 % slower
                 b.fence("seq_cst", "singlethread")
         else:
             scales = {group: _scales(e, layout, record, group) for group in groups}
         chosen = [(row, group) for row in range(rows) for group in groups]
         splat = lambda row, at, kind: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
+
+        def add_block(row: int, group: int, part: int, totals: list[Any], before: Any) -> Any:
+            if paired:
+                both = way.pair_dot(e, totals[0], splat(row, X_UPPER_SUM, I32), scales[group][0])
+                return e.fma(b.sitofp(both, VF), splat(row, X_SCALE, F32), before)
+            factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
+            total = totals[0]
+            for less in totals[1:]:
+                total = b.add(b.shl(total, like(VI, 8)), less)
+            after = e.fma(b.sitofp(total, VF), factor, before)
+            return e.fma(scales[group][1], splat(row, X_SUM, F32), after) if layout.minimum else after
+
         for part in range(layout.scales):
             begin = layout.start + 4 * part if layout.start and not (layout.bits == 8 and way.signed8) else 0
             places = [(row, group, term) for row, group in chosen for term in range(terms)]
@@ -161,28 +173,20 @@ def emit_tile(
                 (row, group, term): Sum(splat(row, begin + X_RECORD * term, I32) if begin else e.zero(VI))
                 for row, group, term in places
             }
-            for step, vectors in islice(weights, STEPS // layout.scales):
-                prepared = [way.prepare(e, vector, layout.bits) for vector in vectors]
+            held: list[tuple[int, list[Any]]] = []
+            for left, (step, vectors) in zip(range(STEPS // layout.scales)[::-1], weights, strict=False):
+                held.append((step, [way.prepare(e, vector, layout.bits) for vector in vectors]))
+                if left == 1:  # the last two steps go row by row, so that what follows them does not come all at once
+                    continue
                 for row in range(rows):
-                    for term in range(terms):
-                        value = splat(row, 4 * step + X_RECORD * term, I32)
-                        for group, integers in zip(groups, prepared, strict=True):
+                    for ready, term in product(held, range(terms)):
+                        value = splat(row, 4 * ready[0] + X_RECORD * term, I32)
+                        for group, integers in zip(groups, ready[1], strict=True):
                             way.step(e, sums[row, group, term], integers, value, layout.bits)
-            if paired:
-                for row, group in chosen:
-                    dot = way.value(e, sums[row, group, 0])
-                    both = way.pair_dot(e, dot, splat(row, X_UPPER_SUM, I32), pairs_of[group])
-                    result[row, group] = e.fma(b.sitofp(both, VF), splat(row, X_SCALE, F32), result[row, group])
-                return
-            for row, group in chosen:
-                factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
-                total = way.value(e, sums[row, group, 0])
-                for term in range(1, terms):
-                    total = b.add(b.shl(total, like(VI, 8)), way.value(e, sums[row, group, term]))
-                result[row, group] = e.fma(b.sitofp(total, VF), factor, result[row, group])
-        if layout.minimum:
-            for row, group in chosen:
-                result[row, group] = e.fma(scales[group][1], splat(row, X_SUM, F32), result[row, group])
+                    for group in groups if left == 0 else ():
+                        totals = [way.value(e, sums[row, group, term]) for term in range(terms)]
+                        result[row, group] = add_block(row, group, part, totals, result[row, group])
+                held = []
 
     addresses = [e.add(outs[row], 64 * group) for row, group in pairs]
     if 4 <= rows < EIGHT:  # what is written at the end must not be waited for then (of eight rows it is near)
