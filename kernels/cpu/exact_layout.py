@@ -9,7 +9,7 @@ from cupaged.kernels.cpu.quant_layout import EXACT_LAYOUT_OF as EXACT_LAYOUT_OF
 from cupaged.kernels.cpu.quant_layout import LAYOUT_OF, LAYOUTS
 from cupaged.kernels.interface import EXACT_BLOCK_BYTES, QUANT_PANEL
 
-FEW = 8  # rows for which weights are taken apart in registers, by tiles of up to four
+FEW = 12  # rows for which weights are taken apart in registers, by tiles of up to four
 EXACT_LAYOUTS = tuple(dict.fromkeys(EXACT_LAYOUT_OF.values()))
 # Formats that are packed otherwise here than for integer products.
 OWN_PACKERS = tuple(kind for kind, layout in EXACT_LAYOUT_OF.items() if layout != LAYOUT_OF[kind])

@@ -55,12 +55,12 @@ def lone_tile(layout_name: str) -> Any:
 
 
 def widening(layout_name: str) -> Any:
-    """Intrinsic (a panel's records, another's, blocks, target): see `emit_widening`."""
+    """Intrinsic (a panel's records, another's, blocks, target, ahead): see `emit_widening`."""
     layout = LAYOUTS[layout_name]
 
-    @primitive(4)
-    def kernel(e: Emitter, one: Any, other: Any, blocks: Any, target: Any) -> None:
-        emit_widening(e, layout, (one, other), blocks, target)
+    @primitive(5)
+    def kernel(e: Emitter, one: Any, other: Any, blocks: Any, target: Any, ahead: Any) -> None:
+        emit_widening(e, layout, (one, other), blocks, target, ahead)
 
     return kernel
 
@@ -114,11 +114,11 @@ def exact_matmul(layout_name: str) -> Any:
         blocks = k_total // BLOCK
         panel = weights + p * blocks * size
         other = panel + blocks * size
+        # The next two panels, if they stay in the L2 cache until then; else what is next in these.
+        ahead = 2 * blocks * size
+        if ahead > NEAR:
+            ahead = FAR * size
         if rows <= most:
-            # The next two panels, if they stay in the L2 cache until then; else what is next in these.
-            ahead = 2 * blocks * size
-            if ahead > NEAR:
-                ahead = FAR * size
             few(panel, other if width == 2 else 0, blocks, x, x_stride, out, out_stride, rows, ahead)
             return
         if width == 1:
@@ -126,7 +126,7 @@ def exact_matmul(layout_name: str) -> Any:
         for k in range(0, k_total, KC):
             count = min(KC, k_total - k)
             at = k // BLOCK * size
-            widen(panel + at, other + at, count // BLOCK, scratch)
+            widen(panel + at, other + at, count // BLOCK, scratch, ahead)
             tiles(scratch, count, x + 4 * k, x_stride, out, out_stride, rows)
 
     return product(run, PANEL)

@@ -103,6 +103,13 @@ def emit_block(e: Emitter, layout: Layout, records: Sequence[Any], state: list[A
     return state
 
 
+def _fetch(e: Emitter, layout: Layout, records: Sequence[Any], ahead: Any) -> None:
+    """The records that lie `ahead` bytes on."""
+    for record in records:
+        for line in range(0, layout.record, 64):
+            e.prefetch(e.add(e.add(record, ahead), line))
+
+
 def emit_tile(
     e: Emitter, layout: Layout, rows: int, records: Sequence[Any], blocks: Any, x: Any, x_stride: Any, out: Any,
     out_stride: Any, ahead: Any,
@@ -117,9 +124,7 @@ def emit_tile(
     def block(i: Any, acc: list[Any]) -> list[Any]:
         at, inputs = e.mul(i, layout.record), e.mul(i, 4 * BLOCK)
         here = [e.add(record, at) for record in records]
-        for record in here:
-            for line in range(0, layout.record, 64):
-                e.prefetch(e.add(e.add(record, ahead), line))
+        _fetch(e, layout, here, ahead)
 
         def consume(acc: list[Any], k: Any, weights: list[Any]) -> list[Any]:
             new = []
@@ -146,8 +151,8 @@ def emit_tile(
     e.loop(e.b.sdiv(e.add(blocks, PIECE - 1), e.const(PIECE)), [], in_turn)
 
 
-def emit_widening(e: Emitter, layout: Layout, records: Sequence[Any], blocks: Any, target: Any) -> None:
-    """target[32 * blocks, 32 of each record] = the records' weights."""
+def emit_widening(e: Emitter, layout: Layout, records: Sequence[Any], blocks: Any, target: Any, ahead: Any) -> None:
+    """target[32 * blocks, 32 of each record] = the records' weights. A block fetches those `ahead` bytes on."""
     row = 64 * GROUPS * len(records)
 
     def block(i: Any, _: list[Any]) -> list[Any]:
@@ -158,6 +163,8 @@ def emit_widening(e: Emitter, layout: Layout, records: Sequence[Any], blocks: An
                 e.store(weight, e.add(e.add(place, e.mul(k, row)), 64 * v), 64)
             return []
 
-        return emit_block(e, layout, [e.add(record, at) for record in records], [], consume)
+        here = [e.add(record, at) for record in records]
+        _fetch(e, layout, here, ahead)
+        return emit_block(e, layout, here, [], consume)
 
     e.loop(blocks, [], block)

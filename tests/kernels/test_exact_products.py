@@ -17,7 +17,7 @@ from cupaged.kernels.interface import EXACT_BLOCK_BYTES, packed_bytes
 from cupaged.model.parameters import kept_bytes
 from cupaged.model.quants import FORMATS
 
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 23, 240, 241)
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 23, 240, 241)
 
 
 class FloatSource(ArraySource):
