@@ -45,7 +45,7 @@ from cupaged.kernels.philox import MASK64
 
 _MATMUL_SCRATCH = (128 + 240) * 64 * 4  # gemm.SCRATCH: importing it would bring Numba along; a test holds them equal
 _SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
-_SAMPLE_GROUP = 64  # sampling.GROUP
+_SAMPLE_GROUP = 64  # sampling_math.GROUP
 _ROWS_A_CHUNK = 240
 # Words of the attention records that depend on the plan: two before the arguments, which are the fields in order.
 _ITEMS, _STATES, _HEADS_A_CHUNK = (2 + FIELDS.index(name) for name in ("items", "states", "heads_a_chunk"))

@@ -278,7 +278,7 @@ def test_constants_written_down_twice_agree() -> None:
         (operations["_MATMUL_SCRATCH"], gemm["SCRATCH"]),
         (operations["_ROWS_A_CHUNK"], gemm["MB"]),
         (operations["_SAMPLE_BUCKETS"], sampling["BUCKETS"]),
-        (operations["_SAMPLE_GROUP"], sampling["GROUP"]),
+        (operations["_SAMPLE_GROUP"], constants("kernels/cpu/sampling_math.py")["GROUP"]),
         (sampling["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
         (operations["GREEDY_BELOW"], reference["GREEDY_BELOW"]),
         (sampling["TOP_P_SLACK"], reference["TOP_P_SLACK"]),
