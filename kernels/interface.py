@@ -258,8 +258,11 @@ class Operations(Protocol):
         """
         ...
 
-    def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
-        """out = act(gate) * up. gate_up [T, 2I]: gate in the first I columns. out [T, I]."""
+    def gated_activation(self, gate_up: Array, activation: Activation, out: Array, spent: bool = False) -> None:
+        """out = act(gate) * up. gate_up [T, 2I]: gate in the first I columns. out [T, I].
+
+        spent: gate_up is not read any more, as `x_spent` of `matmul`.
+        """
         ...
 
     def add(self, x: Array, y: Array) -> None:

@@ -104,7 +104,7 @@ class Decoder:
             self._attention(layer, weights, hidden, buffers, batch, caches[self._group[layer]])
             self._norm(delta, residual, weights.mlp_norm, hidden)
             ops.matmul(hidden, weights.gate_up, buffers["gate_up"], weights.gate_up_bias, x_spent=True)
-            ops.gated_activation(buffers["gate_up"], config.activation, buffers["active"])
+            ops.gated_activation(buffers["gate_up"], config.activation, buffers["active"], spent=True)
             ops.matmul(buffers["active"], weights.down, delta, weights.down_bias, x_spent=True)
             pending = delta
         if pending is not None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
 from cupaged.kernels.cpu import emit
+from cupaged.kernels.cpu.activation import activate, gelu
 from cupaged.kernels.cpu.emit import (
     I32,
     LANES,
     SIZE,
     Emitter,
     as_float,
-    like,
     load32,
     load64,
     load_float,
@@ -29,7 +28,7 @@ from cupaged.kernels.cpu.emit import (
 )
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.cpu.quant_rows import quantise
-from cupaged.kernels.cpu.vector_math import LOG2E, exp2_clamped, sqrt_float, sum_of_squares, tanh
+from cupaged.kernels.cpu.vector_math import sqrt_float, sum_of_squares
 
 f32 = types.float32
 
@@ -152,51 +151,6 @@ def rope(op, chunk, _thread):  # type: ignore[no-untyped-def]
             _rotate_row(row + h * dim * 4, angles, angles + half * 4, half)
 
 
-@primitive(1, f32, [f32])
-def _erf(e: Emitter, x: Any) -> Any:
-    return e.call("erff", emit.F32, x)
-
-
-def _activation(kind: str) -> Any:
-    """Intrinsic (gate, up, out, n): out = act(gate) * up (Hendrycks & Gimpel 2016; Elfwing et al. 2017)."""
-
-    @primitive(4)
-    def activate(e: Emitter, gate: Any, up: Any, out: Any, n: Any) -> None:
-        b = e.b
-
-        def act(x: Any) -> Any:
-            ty = x.type
-            if kind == "silu":
-                return b.fdiv(x, b.fadd(like(ty, 1.0), exp2_clamped(e, b.fmul(x, like(ty, -_LOG2E)))))
-            if kind == "gelu_tanh":
-                cubic = e.fma(b.fmul(b.fmul(like(ty, _single(0.044715)), x), x), x, x)
-                grown = tanh(e, b.fmul(like(ty, _single(0.7978845608028654)), cubic))
-                return b.fmul(b.fmul(like(ty, 0.5), x), b.fadd(like(ty, 1.0), grown))
-            return b.select(b.fcmp_unordered(">", x, like(ty, 0.0)), x, like(ty, 0.0))  # relu; NaN stays
-
-        def body(at: Any, lanes: int | None) -> None:
-            value = act(e.floats(e.add(gate, at), lanes))
-            e.store(b.fmul(value, e.floats(e.add(up, at), lanes)), e.add(out, at), 4)
-
-        e.each(n, body)
-
-    return activate
-
-
-def _single(x: float) -> float:
-    """x rounded to float32."""
-    return float(np.float32(x))
-
-
-_LOG2E = _single(LOG2E)
-_silu, _gelu_tanh, _relu = map(_activation, ("silu", "gelu_tanh", "relu"))
-
-
-@njit(f32(f32), **OPTIONS)
-def _gelu(x):  # type: ignore[no-untyped-def]
-    return f32(0.5) * x * (f32(1.0) + _erf(x * f32(0.7071067811865476)))
-
-
 @njit(KERNEL, **OPTIONS)
 def gated_activation(op, chunk, thread):  # type: ignore[no-untyped-def]
     """Record: gate_up, out, I, kind (silu 0, gelu 1, gelu_tanh 2, relu 3), out stride (bytes), input records of the
@@ -207,15 +161,11 @@ def gated_activation(op, chunk, thread):  # type: ignore[no-untyped-def]
     for row in range(chunk * step, min(rows, (chunk + 1) * step)):
         gate, out = load64(op + 16) + row * n * 8, first + row * load64(op + 48)
         up = gate + n * 4
-        if kind == 0:
-            _silu(gate, up, out, n)
-        elif kind == 1:
+        if kind == 1:
             for i in range(n):
-                store_float(out + 4 * i, _gelu(load_float(gate + 4 * i)) * load_float(up + 4 * i))
-        elif kind == 2:
-            _gelu_tanh(gate, up, out, n)
+                store_float(out + 4 * i, gelu(load_float(gate + 4 * i)) * load_float(up + 4 * i))
         else:
-            _relu(gate, up, out, n)
+            activate(kind, gate, up, out, n)
         if records != 0 or precise != 0:
             quantise(out, n, row, records, precise)
 

@@ -47,6 +47,7 @@ _MATMUL_SCRATCH = (128 + 240) * 64 * 4  # gemm.SCRATCH: importing it would bring
 _SAMPLE_BUCKETS = 2048  # sampling.BUCKETS
 _SAMPLE_GROUP = 64  # sampling_math.GROUP
 _ROWS_A_CHUNK = 240
+_FEW = 8  # rows that a product is bound by its weights for
 # Words of the attention records that depend on the plan: two before the arguments, which are the fields in order.
 _ITEMS, _STATES, _HEADS_A_CHUNK = (2 + FIELDS.index(name) for name in ("items", "states", "heads_a_chunk"))
 _MERGES, _MERGE_STATES, _MERGE_KV_HEADS = (
@@ -65,6 +66,9 @@ class CpuOperations:
         self._arena = Arena()
         self._planners: dict[tuple[int | None, ...], Planner] = {}
         self._producer: Producer | None = None
+        # The last product captured that an activation can join: (capture, its length, out, its stride, rows, outputs),
+        # and how many groups of rows it has.
+        self._gates: tuple[tuple[object, ...], int] | None = None
         self._scratch = {"matmul": aligned(team.threads * _MATMUL_SCRATCH, np.uint8)}
 
     def _scratch_address(self, name: str, size: int) -> int:
@@ -126,8 +130,8 @@ class CpuOperations:
         inputs: dict[bool | None, tuple[int, int]] = {None: (x_at, x_stride)}
         for fine in {span[3] for span in spans} - {None}:
             inputs[fine] = self._quantise(x_at, x_stride, x.shape[0], x.shape[1], bool(fine))
-        if x_spent and all(span[3] is not None for span in spans):
-            self._spare_floats(x_at, x_stride, x.shape[0], x.shape[1])
+        if x_spent and None not in (span[3] for span in spans):
+            self._spare_floats(x_at, x_stride, x.shape[0], x.shape[1], inputs.get(True) is None)
         for part, begin, end, fine in spans:
             some = part.outputs(begin, end)
             self._product(some, *inputs[fine], out_at, out_stride, x.shape[0], bias_at, bool(fine))
@@ -137,24 +141,33 @@ class CpuOperations:
     def _quantise(self, x: int, stride: int, rows: int, cols: int, precise: bool) -> tuple[int, int]:
         """(address, row stride) of the records of a product's input, in scratch: the next product overwrites them."""
         record_bytes = cols // QUANT_BLOCK * X_RECORD * (1 + precise)
-        records = self._scratch_address("precise inputs" if precise else "inputs", rows * record_bytes)
         made = self._producer
-        if made is not None and made.last_made(self.team.capturing, x, stride, rows, cols):
+        if made is not None and not made.last_made(self.team.capturing, x, stride, rows, cols):
+            made = None
+        name = "precise inputs" if precise else "inputs"
+        if made is not None and made.gates is not None and not precise:
+            name = "gated inputs"  # made while the product before still reads its own
+        records = self._scratch_address(name, rows * record_bytes)
+        if made is not None:
             made.quantise_to(records, precise)
         else:
             self._launch_rows("quantise_rows", rows, x, stride, cols, records, precise)
         return records, record_bytes
 
-    def _spare_floats(self, x: int, stride: int, rows: int, cols: int) -> None:
+    def _spare_floats(self, x: int, stride: int, rows: int, cols: int, plain: bool) -> None:
         """Nobody reads these rows of floats any more, their records are made: no need to have them in memory."""
         made = self._producer
-        if made is not None and made.last_made(self.team.capturing, x, stride, rows, cols):
+        if made is None or not made.last_made(self.team.capturing, x, stride, rows, cols):
+            return
+        if made.gates is not None and plain:
+            made.join_gates(chunks_of(cols // QUANT_PANEL, self.team.threads))
+        else:
             row_bytes = -(-4 * cols // 64) * 64
             made.keep_to_threads(self._scratch_address("spare rows", self.team.threads * row_bytes), row_bytes)
 
-    def _note_producer(self, made: tuple[int, int, int, int], **places: int) -> None:
+    def _note_producer(self, made: tuple[int, int, int, int], gates: int | None = None, **places: int) -> None:
         captured = self.team.capturing
-        self._producer = None if captured is None else Producer(captured, captured.count, made, places)
+        self._producer = None if captured is None else Producer(captured, captured.count, made, places, gates)
 
     def _product(
         self, part: PackedMatrix, x: int, x_stride: int, out: int, out_stride: int, count: int, bias: int, precise: bool
@@ -172,15 +185,20 @@ class CpuOperations:
                 chunks, large, large_size, small_size = chunks_of(-(-part.rows // QUANT_PANEL), self.team.threads)
             else:
                 large_size, small_size = 2 * large_size, 2 * small_size
+        gated: tuple[int, ...] = ()
         if part.quantises:
             kernel = f"quant_matmul_{'precise_' if precise else ''}{part.layout}"
+            gated = (0, 0, 0)  # not yet: see `gated_activation`
         else:
             kernel = f"matmul_{part.dtype}" if part.layout is None else f"exact_matmul_{part.layout}"
         self.team.launch(
             kernel, chunks * row_groups,
             part.address, x, out, count, part.rows, part.cols, x_stride, out_stride,
-            large_size, rows_a_chunk, self._scratch_address("matmul", 0), bias, large, small_size,
+            large_size, rows_a_chunk, self._scratch_address("matmul", 0), bias, large, small_size, *gated,
         )  # fmt: skip
+        captured = self.team.capturing
+        if captured is not None and gated and not precise and not bias:
+            self._gates = (captured, captured.count, out, out_stride, count, part.rows), row_groups
 
     # -- elementwise
 
@@ -210,10 +228,16 @@ class CpuOperations:
         tables = (contiguous("positions", positions, np.int32), contiguous("table", table))
         self._launch_rows("rope", x.shape[0], x_at, *tables, x.shape[1], x.shape[2], table.shape[1], stride)
 
-    def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
+    def gated_activation(self, gate_up: Array, activation: Activation, out: Array, spent: bool = False) -> None:
         gate_at, out_at, (rows, cols) = contiguous("gate_up", gate_up), contiguous("out", out), out.shape
+        captured, gates = self.team.capturing, None
+        made = (captured, 0 if captured is None else captured.count, gate_at, 8 * cols, rows, 2 * cols)
+        # Few rows are bound by the weights, which are read fastest in one run.
+        joins = spent and rows > _FEW and activation != "gelu" and cols % QUANT_PANEL == 0
+        if joins and self._gates is not None and self._gates[0] == made:
+            gates = self._gates[1]
         self._launch_rows("gated_activation", rows, gate_at, out_at, cols, _KINDS[activation], 4 * cols, 0, 0, 0)
-        self._note_producer((out_at, 4 * cols, rows, cols), out=1, out_stride=4, records=5, thread_stride=7)
+        self._note_producer((out_at, 4 * cols, rows, cols), gates, out=1, out_stride=4, records=5, thread_stride=7)
 
     def add(self, x: Array, y: Array) -> None:
         size = 4096

@@ -40,7 +40,7 @@ X_RECORD = 64
 X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32, X_UPPER_SUM = 32, 36, 40, 44, 48, 56
 
 MB = 120  # rows that a piece of a panel serves before the next is taken; their records stay in L2
-SCRATCH = MB * PANEL * 4  # bytes a thread needs: outputs of the last, partly filled panel
+SCRATCH = 2 * MB * PANEL * 4  # bytes a thread needs: outputs of two panels of a gated product, or of a last one
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,9 +153,10 @@ def _rest(e: Emitter, value: Any, near: Any) -> Any:
     return rest
 
 
-@primitive(4)
-def _quantise_row(e: Emitter, x: Any, blocks: Any, plain: Any, fine: Any) -> None:
-    """`blocks` blocks of 32 float32 at x -> records at plain, and precise ones at fine (0: none).
+@primitive(6)
+def _quantise(e: Emitter, x: Any, x_step: Any, blocks: Any, plain: Any, fine: Any, step: Any) -> None:
+    """`blocks` blocks of 32 float32, one every `x_step` bytes from x on -> every `step`-th of the records at plain, and
+    of precise ones at fine (0: none).
 
     Four at a time; where fewer are left the last one is done again, to the same bits.
     """
@@ -165,9 +166,9 @@ def _quantise_row(e: Emitter, x: Any, blocks: Any, plain: Any, fine: Any) -> Non
     def some(i: Any, _: list[Any]) -> list[Any]:
         at = [e.add(e.mul(i, AT_ONCE), block) for block in range(AT_ONCE)]
         at = [b.select(b.icmp_signed("<", block, last), block, last) for block in at]
-        sources = [e.add(x, e.mul(block, 4 * BLOCK)) for block in at]
+        sources = [e.add(x, e.mul(block, x_step)) for block in at]
         values = [[e.load_as_float(e.add(source, 64 * half), "float32") for half in (0, 1)] for source in sources]
-        _quantise_blocks(e, values, plain, fine, at)
+        _quantise_blocks(e, values, plain, fine, [e.mul(block, step) for block in at])
         return []
 
     e.loop(b.sdiv(e.add(blocks, AT_ONCE - 1), e.const(AT_ONCE)), [], some)
@@ -181,7 +182,13 @@ def quantise(x, k, row, plain, fine):  # type: ignore[no-untyped-def]
         plain += row * blocks * X_RECORD
     if fine != 0:
         fine += row * blocks * 2 * X_RECORD
-    _quantise_row(x, blocks, plain, fine)
+    _quantise(x, 4 * BLOCK, blocks, plain, fine, 1)
+
+
+@njit(types.void(*[types.int64] * 5), **OPTIONS)
+def quantise_column(x, x_stride, rows, records, row_blocks):  # type: ignore[no-untyped-def]
+    """A block of each of some rows, at x -> its record at `records`, of rows of `row_blocks` records."""
+    _quantise(x, x_stride, rows, records, 0, row_blocks)
 
 
 @njit(KERNEL, **OPTIONS)

@@ -149,7 +149,7 @@ class Dense:
                 dim=dim, rotary=table.shape[1],
             )  # fmt: skip
 
-    def gated_activation(self, gate_up: Array, activation: Activation, out: Array) -> None:
+    def gated_activation(self, gate_up: Array, activation: Activation, out: Array, spent: bool = False) -> None:
         """out = act(gate) * up."""
         if activation not in ACTIVATIONS:
             raise KernelError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")

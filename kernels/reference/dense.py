@@ -204,7 +204,7 @@ def _activate(gate: Array, activation: Activation) -> Array:
     raise KernelError(f"activation: {activation!r} is not one of silu, gelu, gelu_tanh, relu")
 
 
-def gated_activation(gate_up: Array, activation: Activation, out: Array) -> None:
+def gated_activation(gate_up: Array, activation: Activation, out: Array, spent: bool = False) -> None:
     """out = act(gate) * up (Shazeer 2020). gate_up [T, 2I] float32: gate in the first I columns; out [T, I] float32."""
     columns = gate_up.shape[1] // 2
     gate = gate_up[:, :columns].astype(np.float64)

@@ -86,3 +86,51 @@ def test_a_norm_in_place_reads_rows_that_no_other_has_overwritten(device: Any) -
         step.replay()
     assert outs[0].tobytes() == outs[1].tobytes()
     assert streams[0].tobytes() == streams[1].tobytes()
+
+
+def mlp(device: Any, kind: str, rows: int, activation: Any, spent: bool, bias: bool = False) -> tuple[Any, ...]:
+    """A gated MLP run at once and captured: (what the captured one left in gate_up, records of the capture, whether
+    both have the same outputs)."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, COLS_IN), np.float32)
+    up = device.ops.matrix(blocks_of(kind, 2 * INNER, COLS_IN), "quantised")
+    down = device.ops.matrix(blocks_of("Q4_0", 40, INNER), "quantised")
+    added = rng.standard_normal(2 * INNER, np.float32) if bias else None
+    gate_up, active = np.empty((rows, 2 * INNER), np.float32), np.empty((rows, INNER), np.float32)
+    outs = np.full((2, rows, 40), np.nan, np.float32)
+    device.ops.matmul(x, up, gate_up, added)
+    device.ops.gated_activation(gate_up, activation, active)
+    device.ops.matmul(active, down, outs[0])
+    gate_up[:] = active[:] = UNTOUCHED
+    with device.capture() as step:
+        device.ops.matmul(x, up, gate_up, added)
+        device.ops.gated_activation(gate_up, activation, active, spent=spent)
+        device.ops.matmul(active, down, outs[1], x_spent=True)
+    step.replay()
+    assert (active == UNTOUCHED).all()
+    return gate_up, step.records.count, outs[0].tobytes() == outs[1].tobytes()
+
+
+COLS_IN, INNER = 256, 288  # nine panels of gates: threads get unequal shares
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize(("rows", "activation"), [(9, "silu"), (130, "silu"), (30, "gelu_tanh"), (261, "relu")])
+def test_gates_are_activated_where_they_are_multiplied(device: Any, kind: str, rows: int, activation: Any) -> None:
+    gate_up, records, same = mlp(device, kind, rows, activation, spent=True)
+    assert same
+    assert records == 3  # quantising x, the gated product, and the one after it
+    assert (gate_up == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "activation", "spent", "bias"),
+    [(8, "silu", True, False), (9, "gelu", True, False), (9, "silu", False, False), (9, "silu", True, True)],
+)
+def test_gates_that_are_few_or_read_later_or_biased_are_written(
+    device: Any, rows: int, activation: Any, spent: bool, bias: bool
+) -> None:
+    gate_up, records, same = mlp(device, "Q4_1", rows, activation, spent, bias)
+    assert same
+    assert records == 4
+    assert not (gate_up == UNTOUCHED).any()
