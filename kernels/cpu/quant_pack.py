@@ -16,10 +16,12 @@ from llvmlite import ir
 from numba import njit, types
 
 from cupaged.kernels.cpu.emit import (
+    F32,
     I8,
     I32,
     I64,
     Emitter,
+    as_float,
     load64,
     load_half,
     load_raw16,
@@ -276,8 +278,24 @@ def _q4_k_nibbles(source, block, integers):  # type: ignore[no-untyped-def]
     _k_nibbles(source + 144 * (block >> 3), block & 7, integers)
 
 
-_MOST = np.float32(32767)
-_ROUND = np.float32(1.5 * 2.0**23)  # added to a float of magnitude below 2^22 it rounds it to an integer, ties to even
+_MOST, _NAN = np.float32(32767), np.float32(np.nan)
+_INFINITY = 0x7F800000  # its bits
+
+
+@primitive(1, types.int64, [types.float32])
+def magnitude(e: Emitter, value: Any) -> Any:
+    """The bits of |value|, in order of size: infinity and then NaN are the greatest."""
+    return e.b.zext(e.b.and_(e.b.bitcast(value, I32), ir.Constant(I32, 0x7FFFFFFF)), I64)
+
+
+@primitive(3, None, [types.int64, types.float32, types.float32])
+def store_rounded(e: Emitter, address: Any, low: Any, high: Any) -> None:
+    """Two floats within 16 bits, rounded to integers, ties to even. (Of NaN: any.)"""
+    b = e.b
+    # From 1.5 * 2^23 on floats are integers, which stand in their low bits.
+    bits = [b.bitcast(b.fadd(value, ir.Constant(F32, 1.5 * 2.0**23)), I32) for value in (low, high)]
+    both = b.or_(b.and_(bits[0], ir.Constant(I32, 0xFFFF)), b.shl(bits[1], ir.Constant(I32, 16)))
+    e.store(both, address, 4)
 
 
 def _in_units(scale_of: Any, nibbles_of: Any) -> Any:
@@ -291,25 +309,21 @@ def _in_units(scale_of: Any, nibbles_of: Any) -> Any:
         step = (blocks + count - 1) // max(1, count)
         for first in range(0, blocks, max(1, step)):
             last = min(blocks, first + step)
-            largest, sum_of_all = f32(0.0), f32(0.0)
+            largest = 0
             for block in range(first, last):
                 scale, minimum = scale_of(source, block)
-                middle = minimum + f32(8.0) * scale
-                largest = max(largest, max(abs(scale), abs(middle)))
-                sum_of_all += scale - scale + (middle - middle)  # 0, or NaN of what is not finite
-            inverse = _MOST / largest if largest > f32(0.0) and sum_of_all == f32(0.0) else f32(0.0)
+                largest = max(largest, magnitude(scale), magnitude(minimum + f32(8.0) * scale))
+            unit, inverse = _NAN, f32(0.0)
+            if largest < _INFINITY:
+                unit = as_float(largest) / _MOST
+                if largest > 0:
+                    inverse = _MOST / as_float(largest)
             for block in range(first, last):
                 scale, minimum = scale_of(source, block)
-                middle = minimum + f32(8.0) * scale
-                if inverse == f32(0.0):
-                    scale, middle = f32(0.0), f32(0.0)
-                low = i64(scale * inverse + _ROUND - _ROUND)
-                high = i64(middle * inverse + _ROUND - _ROUND)
-                store_raw16(target + 4 * lane, low)
-                store_raw16(target + 4 * lane + 2, high)
+                store_rounded(target + 4 * lane, scale * inverse, (minimum + f32(8.0) * scale) * inverse)
                 nibbles_of(source, block, target + head + 4 * lane)
                 target += record
-            store_float(target + 4 * lane, largest / _MOST + sum_of_all)
+            store_float(target + 4 * lane, unit)
             target += unit_bytes
 
     return row
