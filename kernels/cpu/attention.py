@@ -5,11 +5,12 @@ position 0. Within a part all scores come first, then one softmax, then the sum 
 log-sum-exp (Dao 2023, Flash-Decoding). What a row computes depends on its position alone: tokens outside its mask weigh
 exactly 0, whoever shares the work.
 
-A work item (plan.py) is up to 96 query rows (tokens x heads of one KV head) by some parts. Its tokens are a piece of
-one sequence, or one token each of several sequences whose tables begin with the same blocks: of a part, the `shared`
-tokens are read once for all, the rest by each. The tokens of one sequence gather a tile into scratch and go over it in
-blocks of 6 rows; others read blocks where they lie, if they hold whole vectors: the same sums. float32 and float16 K/V
-are multiplied in float32 (attention_tiles.py), bfloat16 ones by pairs, twice as many at a time (attention_pairs.py).
+A work item (plan.py) is some query rows (tokens x heads of one KV head, 96 or of a long context 192) by some parts. Its
+tokens are a piece of one sequence, or one token each of several sequences whose tables begin with the same blocks: of a
+part, the `shared` tokens are read once for all, the rest by each. The tokens of one sequence gather a tile into scratch
+and go over it in blocks of 6 rows; others read blocks where they lie, if they hold whole vectors: the same sums
+(attention_regions.py). float32 and float16 K/V are multiplied in float32 (attention_tiles.py), bfloat16 ones by pairs,
+twice as many at a time (attention_pairs.py).
 
 Bytes: every K/V element of the context is read once per work item; operations 4 * head_dim a key and query head. Decode
 is bound by memory (roof: read bandwidth) as long as few heads share a KV head, all else by multiply-adds. Measured
@@ -22,8 +23,6 @@ from typing import Any
 
 from numba import njit, types
 
-from cupaged.kernels.cpu import attention_pairs
-from cupaged.kernels.cpu.attention_gather import in_place, loaders, pair_loaders
 from cupaged.kernels.cpu.attention_record import (
     ALL,
     FIELDS,
@@ -34,19 +33,22 @@ from cupaged.kernels.cpu.attention_record import (
     PLACES_BYTES,
     SCORE_BYTES,
     TOKEN_FIELDS,
-    TOKEN_WORDS,
     offsets,
 )
+from cupaged.kernels.cpu.attention_regions import TOKEN_BYTES, regions, whole_vectors
 from cupaged.kernels.cpu.attention_rows import (
     copy_state,
     empty_state,
+    fetch,
     finish_row,
+    largest,
     merge_part,
     scale_copy,
     soften,
-    softmax,
+    weigh,
 )
-from cupaged.kernels.cpu.attention_tiles import GROUPS, chain_tiles, masked_values
+from cupaged.kernels.cpu.attention_tiles import GROUPS
+from cupaged.kernels.cpu.attention_weave import scale_narrow
 from cupaged.kernels.cpu.emit import SIZE, load64
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.interface import PART, TILE
@@ -55,145 +57,26 @@ _AT, _MERGE = offsets(FIELDS, 16), offsets(MERGE_FIELDS, 16)
 _items, _heads, _query, _query_stride, _group, _dim, _states, _scratch, _scratch_bytes = (
     _AT[name] for name in FIELDS[:9]
 )
-_block_size, _scale, _cap, _k_row, _k_column, _max_rows, _out, _out_stride, _sinks = (
-    _AT[name]
-    for name in ("block_size", "scale", "soft_cap", "k_row", "k_column", "max_rows", "out", "out_stride", "sinks")
+_scale, _cap, _max_rows, _out, _out_stride, _sinks = (
+    _AT[name] for name in ("scale", "soft_cap", "max_rows", "out", "out_stride", "sinks")
 )
 _head_stride, _heads_a_chunk = _AT["head_stride"], _AT["heads_a_chunk"]
 _ITEM, _TOKEN = offsets(ITEM_FIELDS), offsets(TOKEN_FIELDS)
 _tokens_at, _tokens, _begin, _end, _shared, _whole = (_ITEM[name] for name in ITEM_FIELDS)
 _row, _position, _low, _table, _state, _parts = (_TOKEN[name] for name in TOKEN_FIELDS)
-ITEM_BYTES, TOKEN_BYTES = 8 * ITEM_WORDS, 8 * TOKEN_WORDS
-_PANEL_BYTES = TILE * TILE * 4
-
-
-@njit(types.boolean(types.int64), **OPTIONS)
-def whole_vectors(op):  # type: ignore[no-untyped-def]
-    """Whether runs of 16 tokens, and of 16 dims, lie in one piece, so that a tile can be read in place."""
-    return load64(op + _block_size) % 16 == 0 and load64(op + _dim) % 16 == 0 and load64(op + _k_column) == 1
-
-
-def regions(kind: str) -> Any:
-    """(scores, values): tokens low..high-1 of one table by some tokens' rows; see `attention_parts` for the arrays.
-
-    rows: of a KV head, read in place, as all of them see all these tokens; 0: gathered.
-    """
-    size = SIZE[kind]
-    find, scores_in_place, values_in_place = in_place(kind, size)
-    if kind == "bfloat16":
-        dims, panel_bytes = 2, _PANEL_BYTES // 2  # of a row of the tile of K; of a panel of V
-        load_k, load_v = pair_loaders()
-        score_tiles, value_tiles = (chain_tiles(values, attention_pairs.chain_tile) for values in (False, True))
-        lone = attention_pairs.masked_values
-    else:
-        dims, panel_bytes = 1, _PANEL_BYTES
-        load_k, load_v = loaders(kind, size)
-        score_tiles, value_tiles = chain_tiles(False), chain_tiles(True)
-        lone = masked_values
-
-    @njit(types.UniTuple(types.int64, 2)(*[types.int64] * 4), **OPTIONS)
-    def seeing(token, tokens, first, last):  # type: ignore[no-untyped-def]
-        """The tokens, in a row, that see something of first..last-1. Positions ascend, or all see all of it."""
-        a = 0
-        while a < tokens and load64(token + a * TOKEN_BYTES + _position) < first:
-            a += 1
-        b = tokens
-        while b > a and load64(token + (b - 1) * TOKEN_BYTES + _low) >= last:
-            b -= 1
-        return a, b
-
-    @njit(types.void(*[types.int64] * 14), **OPTIONS)
-    def region_scores(op, token, tokens, head, heads, rows, low, high, part_start, upto, q, scores, tile, places):  # type: ignore[no-untyped-def]
-        group, dim, table = load64(op + _group), load64(op + _dim), load64(token + _table)
-        start = low // TILE * TILE
-        if rows > 0:
-            row_bytes, head_bytes = load64(op + _k_row) * size, load64(op + _head_stride) * size
-            find(op, table, head, low, high, upto, places)
-            here = places
-            while start < high:
-                for h in range(heads):
-                    out = scores + h * rows * SCORE_BYTES + (start - part_start) * 4
-                    ahead, ahead_shift, ahead_bytes = here, (h + 1) * head_bytes, row_bytes
-                    if h + 1 == heads:
-                        ahead, ahead_shift = here + 8 * GROUPS, 0
-                        if start + TILE >= high:
-                            ahead_bytes = 16 * size
-                    scores_in_place(
-                        here, h * head_bytes, row_bytes, dim, q + h * rows * dim * 4, rows, out, ahead, ahead_shift,
-                        ahead_bytes,
-                    )  # fmt: skip
-                here += 8 * GROUPS
-                start += TILE
-            return
-        while start < high:
-            first, last = max(start, low), min(start + TILE, high)
-            a, b = seeing(token, tokens, first, last)
-            if a < b:
-                load_k(op, table, head, start, first, last, tile)
-                out = scores + a * group * SCORE_BYTES + (start - part_start) * 4
-                score_tiles(
-                    tile, (dim + dims - 1) // dims, q + a * group * dim * 4, dim * 4, out, SCORE_BYTES, (b - a) * group
-                )
-            start += TILE
-
-    @njit(types.void(*[types.int64] * 14), **OPTIONS)
-    def region_values(op, token, tokens, head, heads, rows, low, high, part_start, upto, weights, acc, tile, places):  # type: ignore[no-untyped-def]
-        group, dim, table = load64(op + _group), load64(op + _dim), load64(token + _table)
-        wide = (dim + TILE - 1) // TILE * TILE
-        stride = HEAD + wide * 4
-        start = low // TILE * TILE
-        if rows > 0:
-            head_bytes = load64(op + _head_stride) * size
-            find(op, table, head, low, high, upto, places)
-            here = places + 8 * GROUPS * ((high - start + TILE - 1) // TILE)
-            while start < high:
-                begin, end = max(low - start, 0), min(high - start, TILE)
-                for h in range(heads):
-                    at = weights + h * rows * SCORE_BYTES + (start - part_start) * 4
-                    ahead, ahead_shift = here, (h + 1) * head_bytes
-                    if h + 1 == heads:
-                        ahead, ahead_shift = here + 8 * GROUPS, 0
-                    sums = acc + h * rows * stride + HEAD
-                    values_in_place(
-                        here, h * head_bytes, ahead, ahead_shift, begin, end, dim, at, sums, stride, rows
-                    )  # fmt: skip
-                here += 8 * GROUPS
-                start += TILE
-            return
-        while start < high:
-            first, last = max(start, low), min(start + TILE, high)
-            a, b = seeing(token, tokens, first, last)
-            if a < b:
-                if load_v(op, table, head, start, first, last, tile) == 0:
-                    at, sums = weights + a * group * SCORE_BYTES + (start - part_start) * 4, acc + a * group * stride
-                    for p in range(wide // TILE):
-                        value_tiles(
-                            tile + p * panel_bytes, TILE, at, SCORE_BYTES, sums + HEAD + p * TILE * 4, stride,
-                            (b - a) * group,
-                        )  # fmt: skip
-                else:  # 0 * NaN is NaN: a row must not touch a value that it does not see
-                    for r in range(a * group, b * group):
-                        seen = token + r // group * TOKEN_BYTES
-                        begin, end = max(first, load64(seen + _low)), min(last, load64(seen + _position) + 1)
-                        at, sums = weights + r * SCORE_BYTES + (start - part_start) * 4, acc + r * stride + HEAD
-                        for p in range(wide // TILE):
-                            lone(tile + p * panel_bytes, begin - start, end - start, at, sums + p * TILE * 4)
-            start += TILE
-
-    return region_scores, region_values
+ITEM_BYTES = 8 * ITEM_WORDS
 
 
 def attention_parts(kind: str) -> Any:
     """The operation that computes parts, and the output where one item sees them all: a chunk is an item by a KV head.
 
     Of an item's rows (tokens x group): q [rows, dim] scaled, scores [rows, PART], then as weights; part and run
-    [rows] partial results (of a part, and of the parts so far).
+    [rows] partial results (of a part, and of the parts so far; the first part's is both).
     """
     region_scores, region_values = regions(kind)
     pairs = kind == "bfloat16"
-    softmax_part, softmax_ahead = softmax(False, pairs), softmax(True, pairs)
+    largest_part, weigh_part, weigh_ahead = largest(pairs), weigh(False, pairs), weigh(True, pairs)
     size = SIZE[kind]
-    scale_narrow = attention_pairs.scale_narrow
 
     @njit(types.void(*[types.int64] * 5), **OPTIONS)
     def take_query(source, q, rows, dim, scale):  # type: ignore[no-untyped-def]
@@ -227,26 +110,43 @@ def attention_parts(kind: str) -> Any:
         tile, places = scratch, scratch + TILE * wide * 4 + 64
         q = places + PLACES_BYTES
         scores = q + most * wide * 4
-        part = scores + most * SCORE_BYTES
-        run = part + most * stride
+        other = scores + most * SCORE_BYTES
+        run = other + most * stride
         lowest, highest = load64(token0 + _low), load64(token0 + _position)
+        if tokens > 1:
+            for t in range(tokens):  # all at once: one after the other, each would be waited for
+                source = load64(op + _query) + load64(token0 + t * TOKEN_BYTES + _row) * load64(op + _query_stride)
+                fetch(source + first_head * dim * 4, (group * dim * 4 + 63) // 64)
+                if whole != 0:
+                    target = load64(op + _out) + load64(token0 + t * TOKEN_BYTES + _row) * load64(op + _out_stride)
+                    fetch(target + first_head * dim * 4, (group * dim * 4 + 63) // 64)
         for t in range(tokens):
             token = token0 + t * TOKEN_BYTES
             lowest, highest = min(lowest, load64(token + _low)), max(highest, load64(token + _position))
             source = load64(op + _query) + load64(token + _row) * load64(op + _query_stride) + first_head * dim * 4
             take_query(source, q + t * group * dim * 4, group, dim, load64(op + _scale))
-            for g in range(group):
-                empty_state(run + (t * group + g) * stride, wide // 16)
-        last_part = load64(item + _end)
+        first_part, last_part = load64(item + _begin), load64(item + _end)
+        if first_part >= last_part:
+            for r in range(tokens * group):
+                empty_state(run + r * stride, wide // 16)
         upto = min(highest + 1, last_part * PART)
-        for number in range(load64(item + _begin), last_part):
+        for number in range(first_part, last_part):
             start, end = number * PART, (number + 1) * PART
+            part = run if number == first_part else other  # the first part is all there is so far
             together = min(shared, end, highest + 1)  # the end of what all read from one table
             low = max(start, lowest)
+            for r in range(tokens * group):
+                empty_state(part + r * stride, wide // 16)
+            known = known_end = start  # tokens of tiles that all rows see, of which maxima are taken on the way
+            if shared >= ALL and joint == 0 and soft_cap == 0:
+                latest = token0 + (tokens - 1) * TOKEN_BYTES
+                known = start + (max(load64(latest + _low) - start, 0) + TILE - 1) // TILE * TILE
+                known_end = min(load64(token0 + _position) + 1, end) // TILE * TILE
             if low < together:
                 region_scores(
-                    op, token0, tokens, head, heads, joint, low, together, start, upto, q, scores, tile, places
-                )
+                    op, token0, tokens, head, heads, joint, low, together, start, upto, q, scores, tile, places, part,
+                    known, known_end,
+                )  # fmt: skip
             for t in range(tokens):
                 token = token0 + t * TOKEN_BYTES
                 first, last = max(start, load64(token + _low)), min(end, load64(token + _position) + 1)
@@ -254,22 +154,28 @@ def attention_parts(kind: str) -> Any:
                     r = t * group
                     region_scores(
                         op, token, 1, head, heads, own, max(first, together), last, start, upto, q + r * dim * 4,
-                        scores + r * SCORE_BYTES, tile, places,
+                        scores + r * SCORE_BYTES, tile, places, part, 0, 0,
                     )  # fmt: skip
                 for r in range(t * group, (t + 1) * group):
-                    empty_state(part + r * stride, wide // 16)
                     if first < last:
                         s = scores + r * SCORE_BYTES
                         if soft_cap != 0:
                             tiles = (first - start) // TILE
                             soften(s + tiles * TILE * 4, (last - start + 15) // 16 - tiles * 4, soft_cap)
+                        largest_part(
+                            s, first - start, last - start, part + r * stride, (known - start) // TILE,
+                            (known_end - start) // TILE,
+                        )  # fmt: skip
+                if first < last:
+                    for r in range(t * group, (t + 1) * group):
+                        s = scores + r * SCORE_BYTES
                         if tokens > 1 or own == 0:
-                            softmax_part(s, first - start, last - start, part + r * stride, places, 0)
+                            weigh_part(s, first - start, last - start, part + r * stride, places, 0)
                         else:  # region_values will read V; its first tile is on its way already
                             unit = 1 + r // rows_a_unit
                             ahead = (last - low // TILE * TILE + TILE - 1) // TILE + unit // heads
                             shift = unit % heads * head_bytes + r % rows_a_unit * 8 * 64
-                            softmax_ahead(
+                            weigh_ahead(
                                 s, first - start, last - start, part + r * stride,
                                 places + min(ahead, 2 * PART // TILE) * 8 * GROUPS, shift,
                             )  # fmt: skip
@@ -291,10 +197,10 @@ def attention_parts(kind: str) -> Any:
                     target = load64(op + _states) + (slot * kv_heads * load64(op + _group) + first_head) * stride
                     for g in range(group):
                         r = t * group + g
-                        if whole != 0:
-                            merge_part(run + r * stride, part + r * stride, wide // 16)
-                        else:
+                        if whole == 0:
                             copy_state(part + r * stride, target + g * stride, wide // 16)
+                        elif part != run:
+                            merge_part(run + r * stride, part + r * stride, wide // 16)
         if whole != 0:
             for t in range(tokens):
                 target = load64(op + _out) + load64(token0 + t * TOKEN_BYTES + _row) * load64(op + _out_stride)

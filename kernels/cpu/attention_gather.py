@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import njit, types
 
-from cupaged.kernels.cpu import attention_pairs
+from cupaged.kernels.cpu import attention_pairs, attention_weave
 from cupaged.kernels.cpu.attention_record import FIELDS, SCORE_BYTES, offsets
 from cupaged.kernels.cpu.attention_tiles import (
     GROUPS,
@@ -60,8 +60,8 @@ def loaders(kind: str, size: int) -> Any:
     block_address = block_addresses(size)
     k16, k8, v16 = gather_k(kind, 16), gather_k(kind, 8), gather_v(kind, size)
 
-    @njit(types.void(*[types.int64] * 7), **OPTIONS)
-    def load_k(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+    @njit(types.void(*[types.int64] * 8), **OPTIONS)
+    def load_k(op, table, head, start, first, last, tile, here):  # type: ignore[no-untyped-def]
         block_size, dim = load64(op + _block_size), load64(op + _dim)
         k_row, k_column = load64(op + _k_row), load64(op + _k_column)
         token = first
@@ -85,8 +85,8 @@ def loaders(kind: str, size: int) -> Any:
                     store_float(tile + (d * TILE + column + t) * 4, load_one(k + (d * k_row + t * k_column) * size))
             token += run
 
-    @njit(types.int64(*[types.int64] * 7), **OPTIONS)
-    def load_v(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+    @njit(types.int64(*[types.int64] * 9), **OPTIONS)
+    def load_v(op, table, head, start, first, last, tile, here, ahead):  # type: ignore[no-untyped-def]
         block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
         wide = (dim + TILE - 1) // TILE * TILE
         vectors = dim // 16
@@ -120,16 +120,24 @@ def loaders(kind: str, size: int) -> Any:
 
 
 def pair_loaders() -> Any:
-    """`loaders` of bfloat16, into tiles of pairs (attention_pairs.py)."""
+    """`loaders` of bfloat16, into tiles of pairs (attention_pairs.py).
+
+    here: where `find` has put the addresses of the tile's groups, if they lie in one piece; what is read next, there or
+    at `ahead`, is prefetched.
+    """
     size = SIZE["bfloat16"]
     block_address = block_addresses(size)
-    k16, k8 = attention_pairs.gather_k(16), attention_pairs.gather_k(8)
-    gather_v, row_of, clear = attention_pairs.gather_v, attention_pairs.row_of, attention_pairs.clear
+    k16, k8 = attention_weave.gather_k(16), attention_weave.gather_k(8)
+    gather_v, row_of, clear = attention_weave.gather_v, attention_weave.row_of, attention_weave.clear
+    weave_k, weave_v = attention_weave.weave_k, attention_weave.weave_v
 
-    @njit(types.void(*[types.int64] * 7), **OPTIONS)
-    def load_k(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+    @njit(types.void(*[types.int64] * 8), **OPTIONS)
+    def load_k(op, table, head, start, first, last, tile, here):  # type: ignore[no-untyped-def]
         block_size, dim = load64(op + _block_size), load64(op + _dim)
         k_row, k_column = load64(op + _k_row), load64(op + _k_column)
+        if last - first == TILE and here != 0:
+            weave_k(here, here + 8 * GROUPS, k_row * size, tile, dim)
+            return
         token = first
         while token < last:
             offset = token % block_size
@@ -155,11 +163,13 @@ def pair_loaders() -> Any:
                     store_raw16(target + dim // 2 * TILE * 4 + size, 0)
             token += run
 
-    @njit(types.int64(*[types.int64] * 7), **OPTIONS)
-    def load_v(op, table, head, start, first, last, tile):  # type: ignore[no-untyped-def]
+    @njit(types.int64(*[types.int64] * 9), **OPTIONS)
+    def load_v(op, table, head, start, first, last, tile, here, ahead):  # type: ignore[no-untyped-def]
         block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
         wide = (dim + TILE - 1) // TILE * TILE
         vectors = dim // 16
+        if last - first == TILE and here != 0 and vectors * 16 == wide:
+            return weave_v(here, ahead, dim * size, tile, wide // TILE)
         check = tile + TILE * wide * 4
         clear(check, 1)
         if last - first < TILE or vectors * 16 < wide:
@@ -191,11 +201,13 @@ def in_place(kind: str, size: int) -> Any:
     if kind == "bfloat16":
         s1, s2, s3, s4 = (attention_pairs.direct_scores(rows) for rows in (1, 2, 3, 4))
         v1, v2, v3, v4 = (attention_pairs.direct_values(rows, 4, True) for rows in (1, 2, 3, 4))
-        some, narrow = (attention_pairs.direct_values(1, vectors, False) for vectors in (4, 1))
+        p1, p2, p3, p4 = (attention_pairs.direct_values(rows, 4, False) for rows in (1, 2, 3, 4))
+        narrow = attention_pairs.direct_values(1, 1, False)
     else:
         s1, s2, s3, s4 = (direct_scores(rows, kind, size) for rows in (1, 2, 3, 4))
         v1, v2, v3, v4 = (direct_values(rows, 4, kind, size, True) for rows in (1, 2, 3, 4))
-        some, narrow = (direct_values(1, vectors, kind, size, False) for vectors in (4, 1))
+        p1, p2, p3, p4 = (direct_values(rows, 4, kind, size, False) for rows in (1, 2, 3, 4))
+        narrow = direct_values(1, 1, kind, size, False)
 
     @njit(types.void(*[types.int64] * 7), **OPTIONS)
     def runs(op, table, head, first, count, keys, values):  # type: ignore[no-untyped-def]
@@ -233,6 +245,7 @@ def in_place(kind: str, size: int) -> Any:
             runs(op, table, head, start + TILE * tiles, coming, after, after + 8 * GROUPS)
         for i in range(coming, GROUPS):
             store64(after + 8 * i, load64(values))
+            store64(after + 8 * (GROUPS + i), load64(values))
 
     @njit(types.void(*[types.int64] * 10), **OPTIONS)
     def scores(pointers, shift, row_bytes, dim, q, rows, out, ahead, ahead_shift, ahead_bytes):  # type: ignore[no-untyped-def]
@@ -256,28 +269,37 @@ def in_place(kind: str, size: int) -> Any:
     def values(pointers, shift, ahead, ahead_shift, begin, end, dim, weights, acc, stride, rows):  # type: ignore[no-untyped-def]
         token = dim * size
         panels = dim // TILE * TILE
+        full = begin == 0 and end == TILE
         r = 0
-        while r < rows and begin == 0 and end == TILE:
+        while r < rows:
             w = weights + r * SCORE_BYTES
             step = min(rows - r, 4)
             for d in range(0, panels, TILE):
                 a, here, there = acc + r * stride + d * 4, shift + d * size, ahead_shift + d * size
                 if step == 4:
-                    v4(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                    if full:
+                        v4(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                    else:
+                        p4(pointers, here, ahead, there, begin, end, token, w, a, stride)
                 elif step == 3:
-                    v3(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                    if full:
+                        v3(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                    else:
+                        p3(pointers, here, ahead, there, begin, end, token, w, a, stride)
                 elif step == 2:
-                    v2(pointers, here, ahead, there, begin, end, token, w, a, stride)
-                else:
+                    if full:
+                        v2(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                    else:
+                        p2(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                elif full:
                     v1(pointers, here, ahead, there, begin, end, token, w, a, stride)
+                else:
+                    p1(pointers, here, ahead, there, begin, end, token, w, a, stride)
             ahead, ahead_shift = pointers, shift  # once is enough
             r += step
-        for left in range(rows):  # row by row: what is left of a context's last tile, and of dims
-            w, a = weights + left * SCORE_BYTES, acc + left * stride
-            if left >= r:
-                for d in range(0, panels, TILE):
-                    some(pointers, shift + d * size, ahead, 0, begin, end, token, w, a + d * 4, stride)
-            for d in range(panels, dim, 16):
+        for d in range(panels, dim, 16):  # what is left of dims, row by row
+            for left in range(rows):
+                w, a = weights + left * SCORE_BYTES, acc + left * stride
                 narrow(pointers, shift + d * size, ahead, 0, begin, end, token, w, a + d * 4, stride)
 
     return find, scores, values

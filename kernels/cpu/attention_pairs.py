@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from cupaged.kernels.cpu.attention_record import SCORE_BYTES
+from cupaged.kernels.cpu.attention_tiles import GROUPS, raise_tops
 from cupaged.kernels.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, WIDE, Emitter, like, primitive, retype
 from cupaged.kernels.cpu.processor import target
 from cupaged.kernels.interface import TILE
 
-GROUPS = TILE // 16  # a tile is four groups of 16 tokens
 NATIVE = WIDE and "avx512bf16" in target().features
 _HIGH = -(1 << 16)
 
@@ -45,14 +44,16 @@ _BfloatType._create_instance()
 _BFLOATS = ir.VectorType(_BfloatType(), 2 * LANES)
 
 
-def _vector(element: Any, lanes: int) -> Any:
+def vector_of(element: Any, lanes: int) -> Any:
     return ir.VectorType(element, lanes)
 
 
 def weave(e: Emitter, low: Any, high: Any) -> Any:
     """Pairs int32 of two vectors of 16-bit numbers."""
-    wide = _vector(I32, low.type.count)
-    return e.b.or_(e.b.zext(low, wide), e.b.shl(e.b.zext(high, wide), like(wide, 16)))
+    lanes = low.type.count
+    order = [half * lanes + lane for lane in range(lanes) for half in (0, 1)]
+    words = e.b.shuffle_vector(low, high, ir.Constant(vector_of(I32, 2 * lanes), order))
+    return e.b.bitcast(words, vector_of(I32, lanes))
 
 
 def halves(e: Emitter, pairs: Any) -> tuple[Any, Any]:
@@ -75,7 +76,7 @@ def spread(e: Emitter, address: Any) -> Any:
 
 def woven(e: Emitter, low: Any, high: Any, kept: Sequence[Any] = ()) -> Any:
     """What `dot` takes, of 16 bfloat16 at either address. kept: masks int16 for both, 0 to take zeros instead."""
-    words = [e.load(address, _vector(I16, LANES), 2) for address in (low, high)]
+    words = [e.load(address, vector_of(I16, LANES), 2) for address in (low, high)]
     if kept:
         words = [e.b.and_(word, e.splat(mask)) for word, mask in zip(words, kept, strict=True)]
     if NATIVE:
@@ -91,107 +92,23 @@ def dot(e: Emitter, total: Any, x: Any, y: Any) -> Any:
     return e.fma(x[0], y[0], e.fma(x[1], y[1], total))
 
 
-def narrow(e: Emitter, low: Any, high: Any) -> Any:
-    """Pairs of two vectors of 16 float32, rounded to nearest even; NaN stays NaN, none is below 2^-126 but zero."""
-    if not NATIVE:
-        return weave(e, e.narrow_bfloat(low), e.narrow_bfloat(high))
+def rounded(e: Emitter, low: Any, high: Any) -> Any:
+    """The bfloat16 of two vectors, one behind the other; only where there is an instruction for it."""
     both = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _BFLOATS, high, low)
-    words = e.b.bitcast(both, _vector(I16, 2 * LANES))
+    return e.b.bitcast(both, vector_of(I16, 2 * LANES))
+
+
+def narrow(e: Emitter, low: Any, high: Any) -> Any:
+    """Pairs of two vectors of 16 float32, not below zero, rounded to nearest even. NaN stays NaN, and what is below
+    2^-126 becomes zero: so does the instruction."""
+    if not NATIVE:
+        least = like(VI, 1 << 23)
+        tiny = [e.b.icmp_unsigned("<", e.b.bitcast(x, VI), least) for x in (low, high)]
+        low, high = (e.b.select(small, e.zero(), x) for small, x in zip(tiny, (low, high), strict=True))
+        return weave(e, e.narrow_bfloat(low), e.narrow_bfloat(high))
+    words = rounded(e, low, high)
     order = [half * LANES + lane for lane in range(LANES) for half in (0, 1)]
-    return e.b.bitcast(e.b.shuffle_vector(words, words, ir.Constant(_vector(I32, 2 * LANES), order)), VI)
-
-
-@primitive(4)
-def scale_narrow(e: Emitter, source: Any, target: Any, dims: Any, scale: Any) -> None:
-    """A row of a query, `dims` float32, times scale (bits), as pairs."""
-    b = e.b
-    factor = b.bitcast(b.trunc(scale, I32), F32)
-
-    def one(at: Any) -> Any:
-        return e.narrow_bfloat(b.fmul(e.load(e.add(source, e.mul(at, 4)), F32, 4), factor))
-
-    vectors = b.ashr(dims, e.const(4))
-
-    def vector(i: Any, _: list[Any]) -> list[Any]:
-        value = b.fmul(e.load_as_float(e.add(source, e.mul(i, 64)), "float32"), e.splat(factor))
-        e.store(e.narrow_bfloat(value), e.add(target, e.mul(i, 32)), 2)
-        return []
-
-    def single(i: Any, _: list[Any]) -> list[Any]:
-        at = e.add(e.mul(vectors, 16), i)
-        e.store(one(at), e.add(target, e.mul(at, 2)), 2)
-        return []
-
-    e.loop(vectors, [], vector)
-    e.loop(b.sub(dims, e.mul(vectors, 16)), [], single)
-    with b.if_then(b.icmp_signed("!=", b.and_(dims, e.const(1)), e.const(0))):
-        e.store(ir.Constant(I16, 0), e.add(target, e.mul(dims, 2)), 2)
-
-
-def gather_k(lanes: int) -> Any:
-    """`lanes` tokens of K (transposed in the block) into the tile, two dims at a time."""
-
-    @primitive(4)
-    def kernel(e: Emitter, source: Any, row_bytes: Any, tile: Any, dims: Any) -> None:
-        words = _vector(I16, lanes)
-
-        def row(d: Any) -> Any:
-            return e.load(e.add(source, e.mul(d, row_bytes)), words, 2)
-
-        def body(i: Any, _: list[Any]) -> list[Any]:
-            d = e.mul(i, 2)
-            e.store(weave(e, row(d), row(e.add(d, 1))), e.add(tile, e.mul(i, TILE * 4)), 4)
-            return []
-
-        pairs = e.b.ashr(dims, e.const(1))
-        e.loop(pairs, [], body)
-        with e.b.if_then(e.b.icmp_signed("!=", e.b.and_(dims, e.const(1)), e.const(0))):
-            last = e.b.zext(row(e.mul(pairs, 2)), _vector(I32, lanes))
-            e.store(last, e.add(tile, e.mul(pairs, TILE * 4)), 4)
-
-    return kernel
-
-
-@primitive(7)
-def gather_v(
-    e: Emitter, source: Any, token_bytes: Any, first: Any, count: Any, tile: Any, vectors: Any, check: Any
-) -> None:
-    """V of tokens first .. first + count - 1 of a tile, whole vectors of 16 dims, into its panels.
-
-    Second members are added to what is there: the first ones must have come before, or zeros. Adds 0 * V to the 16
-    floats at `check`, which thereby become NaN if any value is not finite.
-    """
-    b, words = e.b, _vector(I16, LANES)
-
-    def token(i: Any, state: list[Any]) -> list[Any]:
-        at = e.add(first, i)
-        row, target = e.add(source, e.mul(i, token_bytes)), e.add(tile, e.mul(pair_row(e, at), TILE * 4))
-        second = e.splat(b.trunc(b.and_(at, e.const(16)), I32))  # 0, or how far it is shifted
-        kept = b.sub(e.zero(VI), b.lshr(second, like(VI, 4)))  # of what is there: nothing, or all
-
-        def vector(v: Any, inner: list[Any]) -> list[Any]:
-            raw = b.zext(e.load(e.add(row, e.mul(v, 32)), words, 2), VI)
-            value = b.bitcast(b.shl(raw, like(VI, 16)), VF)
-            panel = e.mul(b.ashr(v, e.const(2)), TILE * TILE * 2)
-            place = e.add(e.add(target, panel), e.mul(b.and_(v, e.const(3)), 64))
-            old = b.and_(e.load(place, VI, 4), kept)
-            e.store(b.or_(old, b.shl(raw, second)), place, 4)
-            return [e.fma(value, e.zero(), inner[0])]
-
-        return e.loop(vectors, state, vector)
-
-    (seen,) = e.loop(count, [e.load_as_float(check, "float32")], token)
-    e.store(seen, check, 4)
-
-
-def pair_row(e: Emitter, token: Any) -> Any:
-    """In which row of a panel of V a token of the tile is: 2t for tokens t and t + 16, 2t + 1 for t + 32 and t + 48."""
-    return e.b.or_(e.mul(e.b.and_(token, e.const(15)), 2), e.b.lshr(token, e.const(5)))
-
-
-@primitive(1, types.int64)
-def row_of(e: Emitter, token: Any) -> Any:
-    return pair_row(e, token)
+    return e.b.bitcast(e.b.shuffle_vector(words, words, ir.Constant(vector_of(I32, 2 * LANES), order)), VI)
 
 
 def direct_scores(rows: int) -> Any:
@@ -245,7 +162,7 @@ def direct_values(rows: int, vectors: int, full: bool) -> Any:
             group = e.load(e.add(pointers, e.mul(b.ashr(begin, e.const(4)), 8)), I64, 8)
             some = e.add(e.add(group, offset), e.mul(b.and_(begin, e.const(15)), token_bytes))  # may be read
 
-        def four(t: Any, state: list[Any]) -> list[Any]:
+        def four(t: Any, state: list[Any], halves: Sequence[int] = (0, 1)) -> list[Any]:
             moved = e.mul(t, token_bytes)
             lines = [e.add(group, moved) for group in groups]
             masks: list[list[Any]] = [[], []]
@@ -254,12 +171,12 @@ def direct_values(rows: int, vectors: int, full: bool) -> Any:
                     for line in range(0, 32 * vectors, 64):
                         e.prefetch(e.add(e.add(future, moved), line))
             else:
-                for j in range(GROUPS):
+                for j in range(2 * len(halves)):
                     at = e.add(t, 16 * j)
                     seen = b.and_(b.icmp_signed(">=", at, begin), b.icmp_signed("<", at, end))
                     lines[j] = b.select(seen, lines[j], some)
                     masks[j // 2].append(b.sext(seen, I16))
-            for half in (0, 1):
+            for half in halves:
                 low, high = lines[2 * half : 2 * half + 2]
                 loaded = [woven(e, e.add(low, 32 * i), e.add(high, 32 * i), masks[half]) for i in range(vectors)]
                 new = []
@@ -269,20 +186,30 @@ def direct_values(rows: int, vectors: int, full: bool) -> Any:
                 state = new
             return state
 
-        for a, s in zip(places, e.loop(e.const(16), sums, four), strict=True):
+        if full:
+            sums = e.loop(e.const(16), sums, four)
+        else:  # of tokens from 32 on, if none is seen, not even zeros are added
+            both = b.select(b.icmp_signed(">", end, e.const(32)), e.const(16), e.const(0))
+            sums = e.loop(both, sums, four)
+            sums = e.loop(b.sub(e.const(16), both), sums, lambda t, state: four(t, state, (0,)))
+        for a, s in zip(places, sums, strict=True):
             e.store(s, a, 4)
 
     return kernel
 
 
-def chain_tile(rows: int, groups: int, values: bool) -> Any:
+def chain_tile(rows: int, groups: int, values: bool, half: bool = False, top: bool = False) -> Any:
     """out[rows, n] = x[rows, pairs] . panel[pairs, n] of 16 * groups columns of a panel of 64.
 
-    With `values`: out += , of 32 pairs of tokens and weights. Strides in bytes.
+    With `values`: out += , of 32 pairs of tokens and weights, and then of as many of the tile that lies `pairs` bytes
+    behind, if that is not 0; `half`: of the tile's first 32 tokens, as the others weigh nothing. With `top`
+    for scores, three more arguments, those of `raise_tops`. Strides in bytes.
     """
 
-    @primitive(6)
-    def kernel(e: Emitter, panel: Any, pairs: Any, x: Any, x_stride: Any, out: Any, out_stride: Any) -> None:
+    @primitive(9 if top else 6)
+    def kernel(
+        e: Emitter, panel: Any, pairs: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, *tops: Any
+    ) -> None:
         b = e.b
         xs = [e.add(x, e.mul(x_stride, r)) for r in range(rows)]
         places = [e.add(e.add(out, e.mul(out_stride, r)), 64 * g) for r in range(rows) for g in range(groups)]
@@ -295,16 +222,22 @@ def chain_tile(rows: int, groups: int, values: bool) -> Any:
                 new += [dot(e, acc[groups * r + g], loaded[g], value) for g in range(groups)]
             return new
 
-        def four(i: Any, acc: list[Any]) -> list[Any]:
-            row, offset = e.add(panel, e.mul(i, 4 * TILE * 4)), e.mul(i, 8 if values else 16)
-            for j in range(4):
+        def four(i: Any, acc: list[Any], panel: Any = panel, x_offset: Any = 0) -> list[Any]:
+            row, offset = e.add(panel, e.mul(i, 4 * TILE * 4)), e.add(e.mul(i, 8 if values else 16), x_offset)
+            for j in range(0, 4, 2 if half else 1):
                 acc = one(
                     e.add(row, j * TILE * 4), e.add(offset, 64 * (j % 2) + 4 * (j // 2) if values else 4 * j), acc
                 )
             return acc
 
         if values:
-            acc = e.loop(e.const(8), [e.load_as_float(a, "float32") for a in places], four)
+            tiles = e.add(b.zext(b.icmp_signed("!=", pairs, e.const(0)), I64), 1)
+
+            def tile(i: Any, acc: list[Any]) -> list[Any]:
+                here, shift = e.add(panel, e.mul(i, pairs)), e.mul(i, TILE * 4)
+                return e.loop(e.const(8), acc, lambda i, acc: four(i, acc, here, shift))
+
+            acc = e.loop(e.const(1) if half else tiles, [e.load_as_float(a, "float32") for a in places], tile)
         else:
             whole = b.ashr(pairs, e.const(2))
             done = e.mul(whole, 4)
@@ -317,6 +250,8 @@ def chain_tile(rows: int, groups: int, values: bool) -> Any:
             acc = e.loop(b.sub(pairs, done), acc, single)
         for a, value in zip(places, acc, strict=True):
             e.store(value, a, 4)
+        if top:
+            raise_tops(e, [acc[groups * r : groups * (r + 1)] for r in range(rows)], *tops)
 
     return kernel
 
@@ -343,14 +278,3 @@ def masked_values(e: Emitter, panel: Any, begin: Any, end: Any, weights: Any, ac
 
     for a, s in zip(places, e.loop(e.const(32), [e.load_as_float(a, "float32") for a in places], row), strict=True):
         e.store(s, a, 4)
-
-
-@primitive(2)
-def clear(e: Emitter, start: Any, lines: Any) -> None:
-    """Lines of 64 bytes = 0."""
-
-    def line(i: Any, _: list[Any]) -> list[Any]:
-        e.store(e.zero(), e.add(start, e.mul(i, 64)), 4)
-        return []
-
-    e.loop(lines, [], line)

@@ -28,7 +28,8 @@ ALL = 1 << 40  # `shared` of an item whose tokens are of one sequence: more than
 
 SCORE_BYTES = (PART + 16) * 4  # from one row's scores of a part to the next; no power of two, for the caches' sake
 PLACES_BYTES = 1024  # of addresses of runs of 16 tokens: K and V of a part, and what is prefetched
-HEAD = 64  # bytes of a partial result before its accumulator: maximum, sum, padding to a cache line
+LONG = 1536  # tokens of a context whose K and V no longer stay in the L2 cache from one item of it to the next
+HEAD = 64  # bytes of a partial result before its accumulator: maximum, sum, the rest of a cache line
 
 
 def offsets(fields: tuple[str, ...], start: int = 0) -> dict[str, int]:
@@ -46,15 +47,21 @@ def state_bytes(head_dim: int) -> int:
     return HEAD + padded(head_dim) * 4
 
 
+def item_tokens(group: int, long: bool = False) -> int:
+    """Tokens of a work item, of `group` query heads each: about 96 rows, for which a tile is gathered once; 192 of a
+    `long` context."""
+    return max(1, (192 if long else 96) // group)
+
+
 def max_rows(group: int) -> int:
-    """Query rows of a work item: whole tokens of `group` heads, about 96 rows, for which a tile is gathered once."""
-    return group * max(1, 96 // group)
+    """The most query rows that a work item has."""
+    return group * item_tokens(group, True)
 
 
 def heads_together(head_dim: int, group: int, kv_heads: int, element: int) -> int:
     """KV heads of a chunk, where nothing is gained from more chunks: their K of 16 tokens lie in a row, and memory is
     read a sixth faster from 6 to 8 KiB at a time than from 2 (`element`: bytes of a number)."""
-    return max(1, min(kv_heads, -(-6144 // (16 * head_dim * element)), max_rows(group) // group))
+    return max(1, min(kv_heads, -(-6144 // (16 * head_dim * element)), item_tokens(group)))
 
 
 def scratch_bytes(head_dim: int, rows: int) -> int:

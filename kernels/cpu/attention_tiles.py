@@ -17,11 +17,12 @@ from typing import Any
 from numba import njit, types
 
 from cupaged.kernels.cpu.attention_record import SCORE_BYTES
-from cupaged.kernels.cpu.emit import I64, WIDE, Emitter, primitive
+from cupaged.kernels.cpu.emit import I64, VF, WIDE, Emitter, like, primitive
 from cupaged.kernels.cpu.gemm import OPTIONS
 from cupaged.kernels.interface import TILE
 
 GROUPS = TILE // 16  # a tile is four groups of 16 tokens
+NEGATIVE = -3e38  # the maximum of no score at all; finite, so that differences of maxima never are NaN
 
 
 def gather_k(kind: str, lanes: int) -> Any:
@@ -171,14 +172,28 @@ def direct_values(rows: int, vectors: int, kind: str, size: int, full: bool) -> 
     return kernel
 
 
-def chain_tile(rows: int, groups: int, values: bool) -> Any:
+def raise_tops(e: Emitter, scores: list[Any], tops: Any, stride: Any, fresh: Any) -> None:
+    """The 16 running maxima of each row at `tops` (rows `stride` bytes apart) with some vectors of its scores; NaN is
+    passed over. fresh: not 0 if these are the first: then nothing is read."""
+    b = e.b
+    first = e.splat(b.icmp_signed("!=", fresh, e.const(0)))
+    for r, row in enumerate(scores):
+        place = e.add(tops, e.mul(stride, r))
+        top = b.select(first, like(VF, NEGATIVE), e.load_as_float(place, "float32"))
+        for score in row:
+            top = e.maximum(score, top)
+        e.store(top, place, 4)
+
+
+def chain_tile(rows: int, groups: int, values: bool, half: bool = False, top: bool = False) -> Any:
     """out[rows, n] = x[rows, k] @ panel[k, n] of 16 * groups columns of a panel of 64, float32.
 
-    With `values`: out += , k = 64, in direct_values' order. Strides in bytes.
+    With `values`: out += of 64 tokens in direct_values' order, k is not used; `half`: of the tile's first 32 tokens, as
+    the others weigh nothing. With `top` for scores, three more arguments, those of `raise_tops`. Strides in bytes.
     """
 
-    @primitive(6)
-    def kernel(e: Emitter, panel: Any, k: Any, x: Any, x_stride: Any, out: Any, out_stride: Any) -> None:
+    @primitive(9 if top else 6)
+    def kernel(e: Emitter, panel: Any, k: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, *tops: Any) -> None:
         b = e.b
         xs = [e.add(x, e.mul(x_stride, r)) for r in range(rows)]
         places = [e.add(e.add(out, e.mul(out_stride, r)), 64 * g) for r in range(rows) for g in range(groups)]
@@ -194,7 +209,8 @@ def chain_tile(rows: int, groups: int, values: bool) -> Any:
 
         def eight(i: Any, acc: list[Any]) -> list[Any]:
             for j in range(8):
-                acc = one(e.add(e.mul(i, 2), 16 * (j % 4) + j // 4) if values else e.add(e.mul(i, 8), j), acc)
+                if not half or j % 4 < 2:
+                    acc = one(e.add(e.mul(i, 2), 16 * (j % 4) + j // 4) if values else e.add(e.mul(i, 8), j), acc)
             return acc
 
         if values:
@@ -205,21 +221,34 @@ def chain_tile(rows: int, groups: int, values: bool) -> Any:
             acc = e.loop(b.sub(k, e.mul(whole, 8)), acc, lambda i, acc: one(e.add(e.mul(whole, 8), i), acc))
         for a, value in zip(places, acc, strict=True):
             e.store(value, a, 4)
+        if top:
+            raise_tops(e, [acc[groups * r : groups * (r + 1)] for r in range(rows)], *tops)
 
     return kernel
 
 
-def chain_tiles(values: bool, tile: Callable[[int, int, bool], Any] = chain_tile) -> Any:
-    """`tile` over a whole panel and any number of rows; which tiles are used does not change a bit."""
+def chain_tiles(values: bool, tile: Callable[..., Any] = chain_tile) -> Any:
+    """`tile` over a whole panel and any number of rows; which tiles are used does not change a bit.
+
+    Of the first `near` rows only the tile's first 32 tokens count: whole blocks of them leave out the others.
+    """
     groups = GROUPS if WIDE else 1  # 24 of 32 registers hold sums, or 8 of 16 where 16 lanes take two
     one, two, four = tile(1, groups, values), tile(2, groups, values), tile(4, groups, values)
     six, most = (tile(6, groups, values), 6) if WIDE else (four, 4)
     columns = GROUPS // groups
+    if values:
+        front, front_columns = tile(most, groups, True, True), columns
+    else:
+        front, front_columns = (tile(most, groups // 2, False), 1) if WIDE else (four, columns // 2)
 
-    @njit(types.void(*[types.int64] * 7), **OPTIONS)
-    def run(panel, k, x, x_stride, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    @njit(types.void(*[types.int64] * 8), **OPTIONS)
+    def run(panel, k, x, x_stride, out, out_stride, rows, near):  # type: ignore[no-untyped-def]
         for column in range(columns):
             at, to, m = panel + column * 64, out + column * 64, 0
+            while near - m >= most:
+                if column < front_columns:
+                    front(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+                m += most
             while rows - m >= most:
                 six(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
                 m += most
@@ -231,6 +260,44 @@ def chain_tiles(values: bool, tile: Callable[[int, int, bool], Any] = chain_tile
                 m += 2
             if rows - m >= 1:
                 one(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+
+    return run
+
+
+@primitive(4)
+def raise_top(e: Emitter, scores: Any, groups: Any, top: Any, fresh: Any) -> None:
+    """`raise_tops` of one row that has been stored, some groups of 16 scores."""
+    start = e.b.select(e.b.icmp_signed("!=", fresh, e.const(0)), like(VF, NEGATIVE), e.load_as_float(top, "float32"))
+
+    def group(i: Any, tops: list[Any]) -> list[Any]:
+        return [e.maximum(e.load_as_float(e.add(scores, e.mul(i, 64)), "float32"), tops[0])]
+
+    e.store(e.loop(groups, [start], group)[0], top, 4)
+
+
+def score_tiles_with_tops(tile: Callable[..., Any] = chain_tile) -> Any:
+    """`chain_tiles` of scores that all rows see, which raises each row's running maxima on the way: while dot products
+    take the units of multiplication, others have nothing to do."""
+    groups = GROUPS if WIDE else 1
+    most = 6 if WIDE else 4
+    block, one = tile(most, groups, False, False, True), tile(1, groups, False)
+    columns = GROUPS // groups
+
+    @njit(types.void(*[types.int64] * 10), **OPTIONS)
+    def run(panel, k, x, x_stride, out, out_stride, rows, tops, tops_stride, fresh):  # type: ignore[no-untyped-def]
+        for column in range(columns):
+            at, to, m = panel + column * 64, out + column * 64, 0
+            new = fresh if column == 0 else 0
+            while rows - m >= most:
+                block(
+                    at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride, tops + m * tops_stride,
+                    tops_stride, new,
+                )  # fmt: skip
+                m += most
+            while m < rows:
+                one(at, k, x + m * x_stride, x_stride, to + m * out_stride, out_stride)
+                raise_top(to + m * out_stride, groups, tops + m * tops_stride, new)
+                m += 1
 
     return run
 

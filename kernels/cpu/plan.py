@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cupaged.kernels.cpu.attention_record import ALL, ITEM_WORDS, TOKEN_WORDS, max_rows
+from cupaged.kernels.cpu.attention_record import ALL, ITEM_WORDS, LONG, TOKEN_WORDS, item_tokens
 from cupaged.kernels.interface import PART, TILE, Array
 
 CHUNKS_A_THREAD = 6  # work is split until every thread has about so many chunks, so that the last ones end together
@@ -111,11 +111,11 @@ def make_plan(
 ) -> CpuAttentionPlan:  # fmt: skip
     """Cut the queries of S sequences into items. Which tokens share an item changes no bit of the result.
 
-    A sequence's queries go together, as many as fit an item. Decoding sequences that share blocks share items for the
-    parts in which they do (not in a window, where hardly any are). Long contexts are split by parts until all threads
-    have work; a token whose parts are all in one item needs no merge.
+    A sequence's queries go together, as many as fit an item (`item_tokens`). Decoding sequences that share blocks share
+    items for the parts in which they do (not in a window, where hardly any are). Long contexts are split by parts until
+    all threads have work; a token whose parts are all in one item needs no merge.
     """
-    step = max_rows(group) // group
+    step = item_tokens(group)
     counts = query_starts[1:] - query_starts[:-1]
     count = int(query_starts[-1])
     fronts = front = None
@@ -136,7 +136,8 @@ def make_plan(
         sequences = np.repeat(np.arange(len(counts)), counts)
         index = rows - query_starts[sequences]
         positions = index + (context_lens - counts)[sequences]
-        first = np.flatnonzero(index % step == 0)
+        steps = np.where(context_lens >= LONG, item_tokens(group, True), step)[sequences]
+        first = np.flatnonzero(index % steps == 0)
         size = np.append(first[1:], count) - first
         last_positions = positions[first + size - 1]
     low = np.maximum(positions - (ALL if window is None else window - 1), 0)

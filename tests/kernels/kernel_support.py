@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from cupaged.cache import PagedKVCache
-from cupaged.kernels.interface import PART
 
 BFLOAT16_NAN = 0x7FC0
 
@@ -62,6 +61,13 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.ldexp(np.rint(fraction * 256) / 256, exponent)  # rint: ties to even
 
 
+def rough_exp2(x: np.ndarray) -> np.ndarray:
+    """2**x within 1.02e-4, by the polynomial that the CPU uses for weights which are then rounded to bfloat16."""
+    whole = np.rint(x)
+    f = x - whole
+    return np.ldexp(1 + f * (0.6932829 + f * (0.242211 + f * 5.500895e-2)), whole.astype(int))
+
+
 def attend(
     query: np.ndarray,
     keys: np.ndarray,
@@ -74,8 +80,8 @@ def attend(
 ) -> np.ndarray:
     """Causal attention in float64: queries [T, H, D], the last T of n positions, over keys and values [n, KVH, D].
 
-    rounding: scaled queries and the softmax's weights are rounded to bfloat16, as the CPU does beside bfloat16 K/V,
-    weights relative to the greatest score of a part of 512 keys.
+    rounding: scaled queries and the softmax's weights are rounded to bfloat16, as the CPU does beside bfloat16 K/V, and
+    weights are `rough_exp2`, of which it knows a ten-thousandth before they are.
     """
     count, heads, dim = query.shape
     context, kv_heads, _ = keys.shape
@@ -97,10 +103,8 @@ def attend(
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
         weights = np.where(mask, np.exp(scores), 0.0)  # test data keep scores far from overflow
-        for part in range(0, context if rounding else 0, PART):
-            here = weights[:, part : part + PART]
-            top = np.maximum(here.max(1, keepdims=True), np.finfo(float).tiny)
-            here[...] = rounded(here / top, "bfloat16") * top
+        if rounding:  # relative to any power of two: it is all the same
+            weights = np.where(mask, rounded(rough_exp2(scores * np.log2(np.e)), "bfloat16"), 0.0)
         total = weights.sum(1) + (0.0 if sinks is None else np.exp(np.float64(sinks[head])))
         seen = mask.any(1)
         out[seen, head] = (weights @ values[:, shared])[seen] / total[seen, None]

@@ -16,7 +16,15 @@ from kernel_support import NumpyDevice, Paged, contents, poison, queries_for
 from cupaged.cache import PagedKVCache
 from cupaged.device import get_device
 from cupaged.kernels.cpu import plan as plan_module
-from cupaged.kernels.cpu.attention_record import ALL, ITEM_WORDS, TOKEN_WORDS, heads_together, max_rows
+from cupaged.kernels.cpu.attention_record import (
+    ALL,
+    ITEM_WORDS,
+    LONG,
+    TOKEN_WORDS,
+    heads_together,
+    item_tokens,
+    max_rows,
+)
 from cupaged.kernels.cpu.plan import CpuAttentionPlan, Planner, make_plan, shared_fronts
 from cupaged.kernels.interface import PART, POOL_SHIFT, TILE
 
@@ -164,6 +172,16 @@ def test_few_long_contexts_are_split_and_many_are_balanced(threads: int) -> None
     parts = (plan.items[:, 3] - plan.items[:, 2]).tolist()
     assert parts == sorted(parts, reverse=True)
     assert max(parts) <= max(1, -(-42 // threads))
+
+
+def test_long_contexts_have_longer_items() -> None:
+    """Their K and V do not stay in the L2 cache from one item to the next: fewer items read them."""
+    tables = np.arange(2 * 128, dtype=np.int32).reshape(2, 128)
+    contexts = np.array([LONG - 1, LONG])
+    plan = make_plan(tables, np.array([0, 130, 260]), contexts, 3, 3, 3, 16, None, 1)
+    sizes = plan.items[:, 1].tolist()
+    assert sorted(sizes) == sorted([32] * 4 + [2] + [64] * 2 + [2])
+    assert item_tokens(3) == 32 and item_tokens(3, True) == 64 and item_tokens(200, True) == 1
 
 
 @pytest.mark.parametrize("window", [None, 600])

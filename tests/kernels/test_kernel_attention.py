@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import attend, paged, poison, queries_for, rounds, split
+from kernel_support import attend, paged, poison, queries_for, rounded, rounds, split
 
 from cupaged.errors import KernelError
 from cupaged.kernels.interface import FORMAT_SHIFT, POOL_SHIFT
@@ -100,6 +100,35 @@ def test_bfloat16_costs_little_precision(ops: Any) -> None:
     queries = queries_for([4], 4, 64)
     exact = attend(queries[0], setup.keys[0], setup.values[0], 64**-0.5)
     assert np.abs(setup.run(queries) - exact).max() < 0.003
+
+
+def test_rough_exp2_is_good_for_bfloat16() -> None:
+    """Within 1.02e-4, 1 at the top, NaN stays; below 2^-126 something that is taken for 0."""
+    from numba import njit, types
+
+    from cupaged.kernels.cpu.emit import VF as VECTOR
+    from cupaged.kernels.cpu.emit import Emitter, like, primitive
+    from cupaged.kernels.cpu.vector_math import exp2_rough, rough_range
+
+    @primitive(2)
+    def sixteen(e: Emitter, source: Any, target: Any) -> None:
+        least, to_whole = rough_range(e, like(VECTOR, 3.0))
+        e.store(exp2_rough(e, e.load_as_float(source, "float32"), least, to_whole), target, 4)
+
+    @njit(types.void(types.int64, types.int64, types.int64))
+    def run(source, target, count):  # type: ignore[no-untyped-def]
+        for i in range(0, count, 16):
+            sixteen(source + 4 * i, target + 4 * i)
+
+    x = np.concatenate([np.linspace(-123, 3, 99984), [3, -124, -1e9, -np.inf, np.nan, -122.9999] + [0] * 10])
+    x = x.astype(np.float32)
+    out = np.empty_like(x)
+    run(x.ctypes.data, out.ctypes.data, len(x))
+    good = out[:99984] / np.exp2(x[:99984].astype(np.float64) - 3) - 1
+    assert 5e-5 < np.abs(good).max() < 1.02e-4
+    assert out[99984] == 1
+    assert (np.abs(out[99985:99988]) < 2.0**-126).all() and not np.signbit(out[99985:99988]).any()
+    assert np.isnan(out[99988])
 
 
 def test_query_and_out_rows_may_be_strided(ops: Any) -> None:
@@ -246,6 +275,38 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(ops: Any, where: str, pos
     assert np.isnan(after[seen, :2]).all()
     after[seen, :2] = before[seen, :2]
     assert np.array_equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("position", [70, 130])
+def test_nan_value_in_tiles_that_others_see_wholly(ops: Any, position: int, dtype: str) -> None:
+    """Several tiles may be taken together: the NaN of one must not reach rows that end before it."""
+    setup = paged(ops, [200], dtype=dtype)
+    (query,) = queries_for([200], 4, 64)
+    before = setup.run([query])
+    key, value = (part[0][position : position + 1].astype(np.float32) for part in (setup.keys, setup.values))
+    value[:, 0] = np.nan
+    slots = np.array([setup.tables[0, position // 16] * 16 + position % 16], np.int64)
+    ops.write_kv(key, value, setup.view, 1, slots)
+    after = setup.run([query])
+    assert np.isnan(after[position:, :2]).all()
+    assert np.array_equal(after[:position], before[:position]) and np.array_equal(after[:, 2:], before[:, 2:])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("factor", [1e6, 1e30])
+def test_huge_scores_leave_the_greatest_alone(ops: Any, factor: float, dtype: str) -> None:
+    """Differences of millions: all weight is on one key, whichever part it is in, and nothing overflows."""
+    setup = paged(ops, [600], dtype=dtype)
+    (query,) = queries_for([9], 4, 64)
+    out = setup.run([query * np.float32(factor)])
+    scores = np.einsum("thd,khd->thk", rounded(query, "bfloat16"), np.repeat(setup.keys[0], 2, axis=1))
+    scores = np.where(np.arange(600) > np.arange(591, 600)[:, None, None], -np.inf, scores)
+    clear = np.partition(scores, -2)[..., -1] - np.partition(scores, -2)[..., -2] > 0.5  # however queries are rounded
+    best = scores.argmax(-1)
+    expected = np.stack([setup.values[0][best[:, head], head // 2] for head in range(4)], axis=1)
+    assert clear.sum() > 10
+    np.testing.assert_allclose(out[clear], expected[clear], rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
