@@ -55,7 +55,8 @@ def block_addresses(size: int) -> Any:
 
 def loaders(kind: str, size: int) -> Any:
     """(load_k, load_v): tokens first..last-1 of the tile at `start` into scratch, K as [head_dim][64], V as panels
-    [64 tokens][64 dims], with zeros for the tile's other tokens. load_v gives 1 if a V is not finite."""
+    [64 tokens][64 dims], with zeros for the tile's other tokens. load_v gives 1 if a V is not finite; it sums up
+    what tells that in 64 bytes at `check`."""
     load_one = LOAD[kind]
     block_address = block_addresses(size)
     k16, k8, v16 = gather_k(kind, 16), gather_k(kind, 8), gather_v(kind, size)
@@ -85,12 +86,11 @@ def loaders(kind: str, size: int) -> Any:
                     store_float(tile + (d * TILE + column + t) * 4, load_one(k + (d * k_row + t * k_column) * size))
             token += run
 
-    @njit(types.int64(*[types.int64] * 9), **OPTIONS)
-    def load_v(op, table, head, start, first, last, tile, here, ahead):  # type: ignore[no-untyped-def]
+    @njit(types.int64(*[types.int64] * 10), **OPTIONS)
+    def load_v(op, table, head, start, first, last, tile, check, here, ahead):  # type: ignore[no-untyped-def]
         block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
         wide = (dim + TILE - 1) // TILE * TILE
         vectors = dim // 16
-        check = tile + TILE * wide * 4
         for i in range(16):
             store_float(check + 4 * i, types.float32(0.0))
         for p in range(wide // TILE):
@@ -163,14 +163,13 @@ def pair_loaders() -> Any:
                     store_raw16(target + dim // 2 * TILE * 4 + size, 0)
             token += run
 
-    @njit(types.int64(*[types.int64] * 9), **OPTIONS)
-    def load_v(op, table, head, start, first, last, tile, here, ahead):  # type: ignore[no-untyped-def]
+    @njit(types.int64(*[types.int64] * 10), **OPTIONS)
+    def load_v(op, table, head, start, first, last, tile, check, here, ahead):  # type: ignore[no-untyped-def]
         block_size, dim, kv = load64(op + _block_size), load64(op + _dim), load64(op + _kv) * size
         wide = (dim + TILE - 1) // TILE * TILE
         vectors = dim // 16
         if last - first == TILE and here != 0 and vectors * 16 == wide:
             return weave_v(here, ahead, dim * size, tile, wide // TILE)
-        check = tile + TILE * wide * 4
         clear(check, 1)
         if last - first < TILE or vectors * 16 < wide:
             clear(tile, TILE * wide // 32)

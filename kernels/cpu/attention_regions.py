@@ -157,7 +157,7 @@ def regions(kind: str) -> Any:
     def region_values(op, token, tokens, head, heads, rows, low, high, part_start, upto, weights, acc, tile, places):  # type: ignore[no-untyped-def]
         group, dim, table = load64(op + _group), load64(op + _dim), load64(token + _table)
         wide = (dim + TILE - 1) // TILE * TILE
-        stride = HEAD + wide * 4
+        stride, check = HEAD + wide * 4, tile + TILE * wide * 4
         start = low // TILE * TILE
         if rows > 0:
             head_bytes = load64(op + _head_stride) * size
@@ -189,11 +189,11 @@ def regions(kind: str) -> Any:
                 behind = wide // TILE * panel_bytes
             if a < b:
                 ahead = here + 8 * GROUPS * (1 + (behind != 0))
-                bad = load_v(op, table, head, start, first, last, tile, here, ahead)
+                bad = load_v(op, table, head, start, first, last, tile, check, here, ahead)
                 if behind != 0:
                     next_tile, next_here = start + TILE, here + 8 * GROUPS * (here != 0)
                     bad |= load_v(
-                        op, table, head, next_tile, next_tile, next_tile + TILE, tile + behind, next_here,
+                        op, table, head, next_tile, next_tile, next_tile + TILE, tile + behind, check, next_here,
                         ahead + 8 * GROUPS,
                     )  # fmt: skip
                 if bad == 0:

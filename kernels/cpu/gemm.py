@@ -185,7 +185,7 @@ def product(run: Any, unit: int) -> Any:
         groups = large + (units - large * large_size + small_size - 1) // small_size
         part = chunk % groups
         first = part * large_size
-        last = first + large_size
+        last = min(units, first + large_size)  # of panels of 32 there may be one less than goes in twos
         if part >= large:
             first = large * large_size + (part - large) * small_size
             last = min(units, first + small_size)

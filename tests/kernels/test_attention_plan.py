@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_support import NumpyDevice, Paged, contents, poison, queries_for
+from kernel_support import NumpyDevice, Paged, contents, paged, poison, queries_for
 
 from cupaged.cache import PagedKVCache
 from cupaged.device import get_device
@@ -350,3 +350,15 @@ def test_a_plan_moved_on_is_the_plan_made_anew(window: int | None, front: int) -
         assert plan_module.advance([other], [False])  # nobody said that they had
     chunk = Planner(*shape).plan(tables, np.array([0, 2, 3]), np.array([700, 600]))
     assert not plan_module.advance([chunk], [False])
+
+
+@pytest.mark.parametrize(("dim", "block_size"), [(112, 16), (33, 8), (20, 64)])
+def test_prompts_of_several_parts_equal_decoding(dim: int, block_size: int) -> None:
+    """Where tiles are gathered run by run: nothing of one part may touch what an item's next part needs."""
+    ops = get_device("cpu").ops
+    setup = paged(ops, [1090], dim=dim, block_size=block_size, dtype="bfloat16", k_transposed=True)
+    (query,) = queries_for([200], 6, dim)
+    whole = setup.run([query])
+    for row in range(200):
+        alone = setup.run([query[row : row + 1]], contexts=[891 + row])
+        assert np.array_equal(alone[0], whole[row])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -175,6 +180,27 @@ def test_threads_do_not_change_bits(kind: str, outputs: int) -> None:
     assert np.isfinite(results[0][1]).all()
     for outs in results[1:]:
         assert all(same_bits(one, other) for one, other in zip(outs, results[0], strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform != "linux", reason="needs fork and mprotect")
+def test_nothing_behind_the_last_panel_is_read() -> None:
+    """An odd number of panels of 32, which go in twos; one thread takes all of them."""
+    device = make_device("cpu", threads=1)
+    weight = device.ops.matrix(blocks_of("Q8_0", 96, 64), "float32")
+    x, out = normal(40, 64), np.empty((40, 96), np.float32)
+    pages = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    at = np.frombuffer(pages, np.uint8).ctypes.data
+    assert weight.nbytes <= 3 * mmap.PAGESIZE and weight.nbytes % 64 == 0
+    end = at + 3 * mmap.PAGESIZE
+    ctypes.memmove(end - weight.nbytes, weight.address, weight.nbytes)
+    child = os.fork()
+    if child == 0:  # dies if it reads the last page
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0)
+        device.ops.matmul(x, replace(weight, address=end - weight.nbytes), out)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    device.close()
+    assert status == 0
 
 
 def test_what_cannot_be_kept_is_expanded(cpu: Any) -> None:
