@@ -3,6 +3,9 @@
 A kernel is a jitted function with one explicit signature of int64 arguments. Of Numba's optimised LLVM module only the
 native function is kept; everything else (the Python wrapper, and with it every reference to the interpreter) becomes
 internal and is dropped. It is then compiled once more as position-independent code for this processor.
+
+Its symbol is made of its name here: Numba's own ends in a number that counts what a process has compiled, and two
+kernels from two processes may have the same.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ def compile_kernels(
         for item in [*module.functions, *module.global_variables]:
             if not item.is_declaration:
                 item.linkage = "external" if item.name == keep else "internal"
+        symbol = f"cupaged_{name}"
+        module.get_function(keep).name = symbol
         passes = llvm.create_new_module_pass_manager()
         passes.add_global_dead_code_eliminate_pass()
         passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
@@ -37,7 +42,7 @@ def compile_kernels(
         ]
         if left:  # arrays, exceptions and Python objects have no place in a kernel: a fault of the kernel's author
             raise RuntimeError(f"kernel {name} needs the interpreter: {', '.join(left)}")
-        yield name, keep, machine.emit_object(module)
+        yield name, symbol, machine.emit_object(module)
 
 
 def target_machine() -> Any:

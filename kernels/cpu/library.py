@@ -87,6 +87,8 @@ class KernelLibrary:
         """Put object files into memory, with the smallest means that will do."""
         from cupaged.kernels.cpu.link import link
 
+        if len({symbol for _, symbol, _ in objects}) < len(objects):
+            raise RuntimeError("two kernels have one symbol")  # one of them would run in the other's place
         addresses = link([(symbol, code) for _, symbol, code in objects])
         if addresses is None:
             self._link_by_llvm(objects)
@@ -143,7 +145,7 @@ def _version(package: str) -> str:
 
 
 @lru_cache(1)
-def _key() -> str:
+def key() -> str:
     """Hash of all that the object code depends on."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
@@ -209,7 +211,7 @@ def _write(path: Path, objects: list[tuple[str, str, bytes]]) -> bool:
 
 
 def _paths(group: str) -> list[Path]:
-    return [folder / f"cpu-{_key()}-{group}.bin" for folder in cache_folders()]
+    return [folder / f"cpu-{key()}-{group}.bin" for folder in cache_folders()]
 
 
 def _kept(group: str) -> list[tuple[str, str, bytes]] | None:
@@ -224,13 +226,13 @@ def _compiled(groups: list[str], progress: Progress | None) -> list[tuple[str, s
     """
     import logging
 
-    from cupaged.kernels.cpu.compile import compile_kernels
+    from cupaged.kernels.cpu.compile_apart import compile_together
 
     log = logging.getLogger("cupaged")
     level = logging.WARNING if progress is None else logging.INFO
     log.log(level, "compiling kernels, once for this processor and kind of model: 10 to 30 seconds")
     began = time.monotonic()
-    objects = list(compile_kernels(groups, progress))
+    objects = compile_together(groups, progress, key())
     kept = set()
     for group in groups:
         members = [item for item in objects if GROUP_OF[item[0]] == group]

@@ -8,7 +8,7 @@ import pytest
 from checkpoints import DATA
 
 from cupaged.cli import main
-from cupaged.kernels.cpu import compile, library
+from cupaged.kernels.cpu import compile, compile_apart, library
 from cupaged.kernels.cpu.catalog import GROUP_OF, groups_for
 
 LLAMA = str(DATA / "llama")
@@ -73,6 +73,7 @@ def test_a_disk_that_is_full_halfway_is_an_error(
     write = library._write
     monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "compile_kernels", compiled)
+    monkeypatch.setattr(compile_apart, "processors", lambda: 1)
     monkeypatch.setattr(library, "_write", lambda path, objects: "basic" not in path.name and write(path, objects))
     monkeypatch.setattr(library.KernelLibrary, "_link", lambda self, objects: None)
     monkeypatch.setattr(library, "_loaded", None)
@@ -95,7 +96,7 @@ def test_a_bad_level_of_the_processor_is_exit_2(
     from cupaged.kernels.cpu import processor
 
     processor.target.cache_clear()
-    library._key.cache_clear()
+    library.key.cache_clear()
     monkeypatch.setenv("CUPAGED_CPU", "sse9")
     monkeypatch.setattr(library, "_loaded", None)
     try:
@@ -104,4 +105,4 @@ def test_a_bad_level_of_the_processor_is_exit_2(
         assert err.startswith("cupaged: error: CUPAGED_CPU: 'sse9' is not one of native, ") and err.count("\n") == 1
     finally:
         processor.target.cache_clear()
-        library._key.cache_clear()
+        library.key.cache_clear()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import DATA
 
-from cupaged.kernels.cpu.library import _key, cache_folders, load_library
+from cupaged.kernels.cpu.library import cache_folders, key, load_library
 
 LLAMA = str(DATA / "llama")
 GENERATE = f"""
@@ -35,7 +35,7 @@ def python(code: str, env: dict[str, str], timeout: float = 120) -> str:
 def kernels() -> list[Path]:
     """The files of compiled kernels that GENERATE uses; compiled now if need be."""
     load_library().require(["basic", "weights-float32", "cache-float32"])
-    found = [sorted(folder.glob(f"cpu-{_key()}-*.bin")) for folder in cache_folders()]
+    found = [sorted(folder.glob(f"cpu-{key()}-*.bin")) for folder in cache_folders()]
     return next(paths for paths in found if paths)
 
 

@@ -65,7 +65,7 @@ def test_new_kernels_take_the_place_of_unused_ones(monkeypatch: pytest.MonkeyPat
     (tmp_path / "kernels").mkdir()
     put(tmp_path / "kernels" / "cpu-12-basic.bin", OLD)
     compiled(monkeypatch, tmp_path, None)
-    assert [path.name for path in (tmp_path / "kernels").iterdir()] == [f"cpu-{library._key()}-basic.bin"]
+    assert [path.name for path in (tmp_path / "kernels").iterdir()] == [f"cpu-{library.key()}-basic.bin"]
 
 
 def test_compiling_is_logged_and_shown_where_nobody_watches(

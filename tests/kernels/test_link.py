@@ -35,7 +35,7 @@ def activation(kernels: KernelLibrary) -> np.ndarray:
     x = np.linspace(-4, 4, 96, dtype=np.float32).reshape(3, 32)
     out = np.zeros((3, 16), np.float32)
     records = Records(1)
-    records.append(kernels.addresses["gated_activation"], 3, (address(x), address(out), 16, 1, 0, 0, 3, 1))
+    records.append(kernels.addresses["gated_activation"], 3, (address(x), address(out), 16, 1, 64, 0, 0, 0, 3, 1))
     kernels.call("run_alone", records.address)
     return out
 
