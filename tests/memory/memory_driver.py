@@ -80,6 +80,17 @@ class Driver:
             return False
         num_new = self.rng.choice((0, 1, 1, 1, 1, 1, 1, 2, 3, 5, 8, 30))
         expected = self.ledger.expect_append(live, num_new) if self.ledger else None
+        if num_new == 1 and self.rng.random() < 0.5:
+            in_place = self.manager.append_in_place(live.handle)
+            if self.ledger:
+                free_of_charge = isinstance(expected, list) and not any(expected)
+                require(in_place == free_of_charge, "in place: {}, needed: {}", in_place, expected)
+            if in_place:
+                self.seen["in place"] += 1
+                live.prepared = max(live.prepared, len(live.tokens) + 1)
+                if self.ledger:
+                    self.ledger.appended(live, 1, [])
+                return True
         try:
             can = self.manager.can_append(live.handle, num_new)
             needed = list(self.manager.blocks_needed(live.handle, num_new))

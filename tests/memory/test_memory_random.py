@@ -10,7 +10,8 @@ from memory_driver import Driver
 from memory_judges import Divergence
 
 from cupaged.errors import BlockError, OutOfBlocks
-from cupaged.memory import BlockManager, BlockPool, GroupSpec, PlanItem, SequenceTables, frame_of
+from cupaged.memory import BlockManager, BlockPool, BlockTable, GroupSpec, PlanItem, SequenceTables, frame_of
+from cupaged.memory.appending import must_copy
 from cupaged.memory.moving import move
 
 GROUPS = {
@@ -32,7 +33,7 @@ SWAPPED = {
 
 # What a run must have come across, often, to mean anything.
 VERBS = ["create", "append", "write", "fork", "free", "abort", "trim", "complete", "run_copies"]
-PATHS = [*VERBS, "copies", "drained", "forks of a part", "aborted while written", "append: OutOfBlocks"]
+PATHS = [*VERBS, "copies", "drained", "forks of a part", "aborted while written", "append: OutOfBlocks", "in place"]
 PATHS += [f"{verb} refused" for verb in ("commit_append", "fork", "free", "complete")]
 SWAP_PATHS = ["swap_out", "swap_in", "swapped_out", "swapped_in", "blocks moved while shared", "aborted while moving"]
 SWAP_PATHS += [f"{verb} refused" for verb in ("swap_out", "swap_in")]
@@ -77,7 +78,8 @@ def test_a_million_random_operations(groups: list[GroupSpec], seed: int) -> None
 
 
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockManager, "_must_copy", lambda self, group, tables: False)
+    patch.setattr("cupaged.memory.manager.must_copy", lambda pool, table, num_tokens: False)
+    patch.setattr(BlockPool, "used_once", lambda self, ref: True)
 
 
 def plan_lost(patch: pytest.MonkeyPatch) -> None:
@@ -103,11 +105,16 @@ def slots_in_a_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "slots", slots)
 
 
-def always_copy(patch: pytest.MonkeyPatch) -> None:
-    def must_copy(self: BlockManager, group: int, tables: SequenceTables) -> bool:
-        return tables.num_tokens % self.groups[group].block_size != 0
+def written_in_place_though_shared(patch: pytest.MonkeyPatch) -> None:
+    """The short way of decoding does not look who else uses a block."""
+    patch.setattr(BlockPool, "used_once", lambda self, ref: 0 <= ref - self._base < self.num_blocks)
 
-    patch.setattr(BlockManager, "_must_copy", must_copy)
+
+def always_copy(patch: pytest.MonkeyPatch) -> None:
+    def always(pool: BlockPool, table: BlockTable, num_tokens: int) -> bool:
+        return num_tokens % table.block_size != 0
+
+    patch.setattr("cupaged.memory.manager.must_copy", always)
 
 
 def fork_does_not_count(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +154,10 @@ def copies_not_counted_in_need(patch: pytest.MonkeyPatch) -> None:
     needed = BlockManager.blocks_needed
 
     def fewer(self: BlockManager, tables: SequenceTables, num_new: int) -> tuple[int, ...]:
-        copies = (num_new > 0 and self._must_copy(group, tables) for group in range(len(self.groups)))
+        copies = (
+            num_new > 0 and must_copy(pool, table, tables.num_tokens)
+            for pool, table in zip(self.pools, tables.tables, strict=True)
+        )  # fmt: skip
         return tuple(need - copy for need, copy in zip(needed(self, tables, num_new), copies, strict=True))
 
     def can(self: BlockManager, tables: SequenceTables, num_new: int) -> bool:
@@ -195,7 +205,14 @@ def arrived_blocks_never_ready(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "complete", forgetful)
 
 
-WRONG_TOKENS = [no_copy_on_write, plan_lost, nothing_pinned, pinned_blocks_handed_out, slots_in_a_row]
+WRONG_TOKENS = [
+    no_copy_on_write,
+    written_in_place_though_shared,
+    plan_lost,
+    nothing_pinned,
+    pinned_blocks_handed_out,
+    slots_in_a_row,
+]
 WRONG_COUNTS = [
     always_copy, fork_does_not_count, block_too_many, destination_left_pinned, failed_append_keeps_a_block,
     copies_not_counted_in_need,
