@@ -116,7 +116,7 @@ def fingerprint() -> str:
     except OSError:
         pass
     if os.environ.get(VARIABLE, "").strip() or not any(line.startswith(("flags", "Features")) for line in lines):
-        return repr(target())
+        return repr((target().name, target().flags))  # a set has another order in each process
     settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     return repr((platform.machine(), sorted(lines), sorted(settings.items())))
 

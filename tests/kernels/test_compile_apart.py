@@ -106,3 +106,16 @@ def test_groups_compiled_in_processes_of_their_own_go_together(tmp_path: Path, c
         patch.setitem(os.environ, "CUPAGED_CACHE_DIR", str(tmp_path))
         objects = [item for group in groups for item in library._kept(group) or []]
     assert len(objects) == 2 and len({symbol for _, symbol, _ in objects}) == 2
+
+
+def test_kernels_of_a_level_that_is_asked_for_are_found_again(checkout_env: dict[str, str], tmp_path: Path) -> None:
+    """Each process orders its sets anew; what kernels are kept under must not hang on that."""
+    script = "from cupaged.kernels.cpu.library import key; print(key())"
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**checkout_env, "CUPAGED_CPU": "plain", "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, cwd=tmp_path,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(keys) == 1
