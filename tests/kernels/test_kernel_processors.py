@@ -56,7 +56,7 @@ def printed(level: str, env: dict[str, str], root: Path) -> str:
     """The digests that PROGRAM prints at a level of $CUPAGED_CPU."""
     model, tests = root / "tests" / "golden_data" / "llama", root / "tests" / "kernels"
     command = [sys.executable, "-c", PROGRAM, str(model), str(tests)]
-    done = subprocess.run(command, env=env | {"CUPAGED_CPU": level}, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=env | {"CUPAGED_CPU": level}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
