@@ -9,7 +9,7 @@ import numpy as np
 
 from cupaged.cache import PagedKVCache
 from cupaged.device.base import Device
-from cupaged.kernels.interface import NO_BLOCK, Array
+from cupaged.kernels.interface import NO_BLOCK, Array, AttentionPlan
 from cupaged.memory import BlockManager
 from cupaged.model.config import ModelConfig
 from cupaged.model.decoder import ForwardBatch
@@ -63,10 +63,25 @@ def build_batch(
         plans=plans,
         logit_rows=inputs.logit_rows[: len(wanted)],
         max_position=max(contexts) - 1,
+        last_plan=_last_plan(chunks, contexts, caches, config, device, inputs) if 0 < len(wanted) < len(ids) else None,
     )
     uploads += [(ids, batch.token_ids), (positions, batch.positions)]
     device.upload_many([*uploads, (np.array(wanted, np.int32), batch.logit_rows)])
     return batch
+
+
+def _last_plan(
+    chunks: Sequence[Chunk], contexts: Sequence[int], caches: Sequence[PagedKVCache], config: ModelConfig,
+    device: Device, inputs: StepInputs,
+) -> AttentionPlan:  # fmt: skip
+    """Attention of the wanted tokens alone, each chunk's last ones, in the last layer."""
+    index = config.group_of_layer(config.num_layers - 1)
+    some = [place for place, chunk in enumerate(chunks) if chunk.rows]
+    starts = [0, *accumulate(chunks[place].rows for place in some)]
+    return device.ops.plan_attention(
+        caches[index].view, inputs.tables[index][some], starts, [contexts[place] for place in some],
+        config.num_heads, config.kv_groups[index].window,
+    )  # fmt: skip
 
 
 def table_rows(chunks: Sequence[Chunk], group: int, room: int = 0) -> Array:

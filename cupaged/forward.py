@@ -67,10 +67,10 @@ class ForwardPasses:
         known = self.captured.pop(key, None) if kept else None
         if known is not None and known.works_on(views):
             self.captured[key] = known  # the last used one is the last
-            known.step.replay(batch.plans)
+            known.step.replay(batch.all_plans)
             logits = known.logits
         else:
-            with self.device.capture(batch.plans) as step:
+            with self.device.capture(batch.all_plans) as step:
                 logits = self.decoder.forward(batch, views)
             step.replay()
             if kept:

@@ -18,6 +18,8 @@ from cupaged.model.config import ModelConfig
 from cupaged.model.parameters import LayerParameters, Parameters
 from cupaged.model.rope import ROWS_PER_BLOCK, rope_rows
 
+_OF_LOGITS = ("last", "last_qkv", "logits")  # buffers of as many rows as logits are wanted; the others have T
+
 Empty = Callable[[tuple[int, ...], Any], Array]
 Upload = Callable[[Array], Array]
 
@@ -28,7 +30,8 @@ class ForwardBatch:
 
     token_ids, positions int32 [T] on the device; slots, one int64 [T] per KV group: where each token's K/V go;
     plans: one attention plan per KV group; logit_rows int32 [R]: the tokens whose logits are wanted, in order.
-    max_position: the largest of `positions`.
+    max_position: the largest of `positions`. last_plan: an attention plan of the wanted tokens alone, where they are
+    fewer than T: of the others the last layer only makes keys and values.
     """
 
     token_ids: Array
@@ -37,6 +40,12 @@ class ForwardBatch:
     plans: Sequence[AttentionPlan]
     logit_rows: Array
     max_position: int
+    last_plan: AttentionPlan | None = None
+
+    @property
+    def all_plans(self) -> list[AttentionPlan]:
+        """What a capture of the step depends on."""
+        return [*self.plans, *([] if self.last_plan is None else [self.last_plan])]
 
 
 def scratch_shapes(config: ModelConfig, max_tokens: int, max_logits: int) -> dict[str, tuple[int, int]]:
@@ -52,7 +61,8 @@ def scratch_shapes(config: ModelConfig, max_tokens: int, max_logits: int) -> dic
         "active": config.intermediate_size,
     }
     shapes = {name: (max_tokens, width) for name, width in widths.items()}
-    return shapes | {"last": (max_logits, config.hidden_size), "logits": (max_logits, config.vocab_size)}
+    of_logits = zip(_OF_LOGITS, (config.hidden_size, widths["qkv"], config.vocab_size), strict=True)
+    return shapes | {name: (max_logits, width) for name, width in of_logits}
 
 
 class Decoder:
@@ -94,24 +104,31 @@ class Decoder:
         have been called.
         """
         ops, config, parameters = self.ops, self.config, self.parameters
-        count = len(batch.token_ids)
-        buffers = {name: buffer[:count] for name, buffer in self._buffers.items() if name not in ("last", "logits")}
-        residual, hidden, delta = buffers["residual"], buffers["hidden"], buffers["delta"]
-        ops.embed(batch.token_ids, parameters.embed, residual, config.embedding_scale)
+        count, wanted = len(batch.token_ids), len(batch.logit_rows)
+        buffers = {name: buffer[:count] for name, buffer in self._buffers.items() if name not in _OF_LOGITS}
+        last, logits = self._buffers["last"][:wanted], self._buffers["logits"][:wanted]
+        ops.embed(batch.token_ids, parameters.embed, buffers["residual"], config.embedding_scale)
         pending = None  # what the last block added; the next norm adds it to the residual stream
         for layer, weights in enumerate(parameters.layers):
-            self._norm(pending, residual, weights.attention_norm, hidden)
-            self._attention(layer, weights, hidden, buffers, batch, caches[self._group[layer]])
-            self._norm(delta, residual, weights.mlp_norm, hidden)
-            ops.matmul(hidden, weights.gate_up, buffers["gate_up"], weights.gate_up_bias, x_spent=True)
+            plan, cache = batch.plans[self._group[layer]], caches[self._group[layer]]
+            self._norm(pending, buffers["residual"], weights.attention_norm, buffers["hidden"])
+            self._write_kv(layer, weights, buffers, batch, cache)
+            if layer == len(parameters.layers) - 1:
+                if wanted == 0:
+                    return logits
+                if batch.last_plan is not None:
+                    plan = batch.last_plan
+                    buffers = self._wanted(buffers, batch.logit_rows)
+            self._attention(layer, weights, buffers, plan, cache)
+            self._norm(buffers["delta"], buffers["residual"], weights.mlp_norm, buffers["hidden"])
+            ops.matmul(buffers["hidden"], weights.gate_up, buffers["gate_up"], weights.gate_up_bias, x_spent=True)
             ops.gated_activation(buffers["gate_up"], config.activation, buffers["active"], spent=True)
-            ops.matmul(buffers["active"], weights.down, delta, weights.down_bias, x_spent=True)
-            pending = delta
+            ops.matmul(buffers["active"], weights.down, buffers["delta"], weights.down_bias, x_spent=True)
+            pending = buffers["delta"]
         if pending is not None:
-            ops.add(residual, pending)
-        wanted = len(batch.logit_rows)
-        last, logits = self._buffers["last"][:wanted], self._buffers["logits"][:wanted]
-        ops.take_rows(residual, batch.logit_rows, last)
+            ops.add(buffers["residual"], pending)
+        if batch.last_plan is None:
+            ops.take_rows(buffers["residual"], batch.logit_rows, last)
         ops.rms_norm(last, parameters.final_norm, config.norm_eps, last)
         ops.matmul(last, parameters.head, logits, precise=True, x_spent=True)
         return logits
@@ -122,26 +139,52 @@ class Decoder:
         else:
             self.ops.rms_norm(added, weight, self.config.norm_eps, out, residual)
 
-    def _attention(
-        self, layer: int, weights: LayerParameters, hidden: Array, buffers: dict[str, Array], batch: ForwardBatch,
-        cache: KVView,
-    ) -> None:  # fmt: skip
-        ops, config = self.ops, self.config
-        group, index, count = self._group[layer], self._index[layer], len(hidden)
-        queries, kv = config.num_heads, config.num_kv_heads
+    def _wanted(self, buffers: dict[str, Array], rows: Array) -> dict[str, Array]:
+        """Buffers of the tokens in `rows` alone, with what the last layer still needs of them."""
+        narrow = {name: buffer[: len(rows)] for name, buffer in buffers.items()}
+        for name, target in (("residual", "last"), ("qkv", "last_qkv")):
+            narrow[name] = self._buffers[target][: len(rows)]
+            self.ops.take_rows(buffers[name], rows, narrow[name])
+        return narrow
+
+    def _heads(self, buffers: dict[str, Array]) -> tuple[Array, int]:
+        """([T, H + 2 KVH, D] of queries, keys and values, H)."""
+        config, qkv = self.config, buffers["qkv"]
+        return qkv.reshape(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim), config.num_heads
+
+    def _write_kv(
+        self, layer: int, weights: LayerParameters, buffers: dict[str, Array], batch: ForwardBatch, cache: KVView
+    ) -> None:
+        ops, config, group = self.ops, self.config, self._group[layer]
         # Keys and values are precise, and stay; queries need not be. Mean KL and same best token on 8,192 tokens (bench
         # quality): nothing precise 0.0021 and 96.8 %, values 0.0017 and 97.2-97.4 %, keys and values 0.0015 and 97.2 %,
         # all three 0.0014 and 97.3 %.
-        kept = queries * config.head_dim
-        ops.matmul(hidden, weights.qkv, buffers["qkv"], weights.qkv_bias, precise=True, precise_from=kept, x_spent=True)
-        heads = buffers["qkv"].reshape(count, queries + 2 * kv, config.head_dim)  # [T, H + 2 KVH, D]
-        query, key, value = heads[:, :queries], heads[:, queries : queries + kv], heads[:, queries + kv :]
+        kept = config.num_heads * config.head_dim
+        ops.matmul(
+            buffers["hidden"],
+            weights.qkv,
+            buffers["qkv"],
+            weights.qkv_bias,
+            precise=True,
+            precise_from=kept,
+            x_spent=True,
+        )
+        heads, queries = self._heads(buffers)
+        keys = queries + config.num_kv_heads
+        query, key, value = heads[:, :queries], heads[:, queries:keys], heads[:, keys:]
         if weights.q_norm is not None and weights.k_norm is not None:
             ops.head_norm(query, weights.q_norm, config.norm_eps)
             ops.head_norm(key, weights.k_norm, config.norm_eps)
-        ops.rope(heads[:, : queries + kv], batch.positions, self._rope[group])
-        ops.write_kv(key, value, cache, index, batch.slots[group])
-        attended = buffers["attended"].reshape(count, queries, config.head_dim)  # [T, H, D]
-        plan = batch.plans[group]
-        ops.paged_attention(query, cache, index, plan, attended, config.scale, config.attention_soft_cap)
+        ops.rope(heads[:, :keys], batch.positions, self._rope[group])
+        ops.write_kv(key, value, cache, self._index[layer], batch.slots[group])
+
+    def _attention(
+        self, layer: int, weights: LayerParameters, buffers: dict[str, Array], plan: AttentionPlan, cache: KVView
+    ) -> None:
+        ops, config = self.ops, self.config
+        heads, queries = self._heads(buffers)
+        attended = buffers["attended"].reshape(len(heads), queries, config.head_dim)  # [T, H, D]
+        ops.paged_attention(
+            heads[:, :queries], cache, self._index[layer], plan, attended, config.scale, config.attention_soft_cap
+        )
         ops.matmul(buffers["attended"], weights.output, buffers["delta"], weights.output_bias, x_spent=True)

@@ -72,6 +72,12 @@ class Target:
         return "avx512f" in self.features
 
     @property
+    def paired(self) -> bool:
+        """Byte additions run beside integer dot products (quant_pairs.py): on Zen 4 and 5, as measured on the first. On
+        Intel's processors they wait for one another. A level that was asked for is nobody's in particular."""
+        return self.dot == "vnni512" and self.name.startswith("znver")
+
+    @property
     def half(self) -> bool:
         """Conversion between float16 and float32 in hardware: without, LLVM would call a function that is not there."""
         return bool(self.features & {"f16c", "avx512f"}) or not _X86

@@ -13,7 +13,7 @@ weights of a panel and a block:
 So a vector of 16 lanes takes four inputs of 16 outputs at a time, and one step serves them with 4 bytes of the input,
 the same in all lanes.
 
-Inputs are quantised by rows and blocks of 32 (quant_rows.py) to records of 64 bytes, X_* below.
+Inputs are quantised by rows and blocks of 32 (quant_rows.py) to records of 80 bytes, X_* below.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ BLOCK, PANEL = QUANT_BLOCK, QUANT_PANEL
 
 # A quantised block of an input row: 32 int8 q, float32 scale d, float32 d * sum(q), and four int32 that take a weight's
 # offset away when a sum starts from them: -8 sum(q), -128 sum(q), and -32 times the sums of either half; then sum(q) as
-# the upper 16 bits of an int32.
-# Of a precise product a block is two records, of p and of r where x = d * (p + r / 256). The first holds d / 256 and
-# d / 256 * (256 sum(p) + sum(r)) instead.
-X_RECORD = 64
+# the upper 16 bits of an int32. For quant_pairs.py: the start of its sums, an int32, and q + 128 of the first 16.
+# Of a precise product a block is two records, of p and of r where x = d * (p + r / 2^X_FINE). The first holds d and sum
+# of 2^X_FINE * p + r instead.
+X_TOP = 120  # the most that |q| is: 127 - 7, so that a 4-bit weight can be added to it (quant_pairs.py)
+X_FINE = 7  # bits of a precise input below those of q; |r| is 64 at most
+X_RECORD = 80
 X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128, X_MINUS_32, X_UPPER_SUM = 32, 36, 40, 44, 48, 56
+X_PAIRED_START, X_BIASED = 60, 64
 
 MB = 120  # rows that a piece of a panel serves before the next is taken; their records stay in L2
-SCRATCH = 2 * MB * PANEL * 4  # bytes a thread needs: outputs of two panels of a gated product, or of a last one
+SPREAD = 4 * PANEL * (2 + BLOCK // 4)  # bytes of a block of a panel taken apart (quant_pairs.py)
+OUTPUTS = 2 * MB * PANEL * 4  # bytes of outputs of two panels of a gated product, or of a last one
+SCRATCH = OUTPUTS + SEGMENT_BLOCKS * SPREAD  # bytes a thread needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ bound by memory: their roof is packed bytes / read bandwidth. One or two rows le
 software, at any distance, was up to a third slower on Zen 4). Four to eight compute so long on a block that it no
 longer sees far enough ahead: these fetch AHEAD blocks on (8 rows of 3072 x 576: 66 us without, 51 with). From about 16
 rows on the roof is the integer dot product: 128 operations a cycle and 512-bit vpdpbusd, of which the last steps of a
-block, on the same two ports, leave 8/10, and 8/11 where a float minimum is added; a piece of a panel then serves all
-rows from L1 while the next one is fetched. Measured figures: `cupaged bench matmul`.
+block, on the same two ports, leave 8/10, and 8/11 where a float minimum is added (8/8 with 4-bit weights where
+quant_pairs.py takes two products at a time); a piece of a panel then serves all rows from L1 while the next one is
+fetched. Measured figures: `cupaged bench matmul`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from cupaged.kernels.cpu.emit import I1, Emitter, load64, load_float, primitive,
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.cpu.processor import target
 from cupaged.kernels.cpu.quant_dot import WAYS
-from cupaged.kernels.cpu.quant_layout import BLOCK, LAYOUTS, MB, PANEL, SCRATCH, X_RECORD
+from cupaged.kernels.cpu.quant_layout import BLOCK, LAYOUTS, MB, OUTPUTS, PANEL, SCRATCH, X_RECORD
+from cupaged.kernels.cpu.quant_pairs import pair_tiles, pairs_of
 from cupaged.kernels.cpu.quant_tile import EIGHT, emit_tile, fetched
 
 FEW = 8  # rows that are served in one pass over a panel, or in two
@@ -55,20 +57,23 @@ def tall_tile(layout_name: str, rows: int, terms: int = 1) -> Any:
     return kernel
 
 
-_TILES = types.void(*[types.int64] * 10)
+_TILES = types.void(*[types.int64] * 11)
 
 
-def row_tiles(layout_name: str) -> Any:
-    """A function that runs tiles over any number of rows; which tile heights are used does not change a bit.
+def row_tiles(layout_name: str, paired: bool = False) -> Any:
+    """A function that runs tiles over any number of rows; which tiles are used does not change a bit.
 
-    Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile.
+    Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile. paired: many rows are left
+    to quant_pairs.py, which uses the last argument's room.
     """
+    if paired and pairs_of(layout_name):
+        return pair_tiles(layout_name, 1, row_tiles(layout_name))
     one, two = low_tile(layout_name, 1), low_tile(layout_name, 2)
     if not target().wide:
         fetching, step = tall_tile(layout_name, 2), fetched(LAYOUTS[layout_name])
 
         @njit(_TILES, **OPTIONS)
-        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last, _room):  # type: ignore[no-untyped-def]
             m = 0
             while m < rows:
                 xa = x + m * x_stride
@@ -90,7 +95,7 @@ def row_tiles(layout_name: str) -> Any:
     size, half = LAYOUTS[layout_name].record, fetched(LAYOUTS[layout_name])
 
     @njit(_TILES, **OPTIONS)
-    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last, _room):  # type: ignore[no-untyped-def]
         m = 0
         while m < rows:
             left = rows - m
@@ -125,13 +130,15 @@ def row_tiles(layout_name: str) -> Any:
     return run
 
 
-def precise_row_tiles(layout_name: str) -> Any:
+def precise_row_tiles(layout_name: str, paired: bool = False) -> Any:
     """`row_tiles` of precise products: two integer sums for each output, so tiles of half the rows."""
+    if paired and pairs_of(layout_name):
+        return pair_tiles(layout_name, 2, precise_row_tiles(layout_name))
     one = low_tile(layout_name, 1, 2)
     if not target().wide:
 
         @njit(_TILES, **OPTIONS)
-        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last):  # type: ignore[no-untyped-def]
+        def run_narrow(records, count, x, x_stride, out, out_stride, rows, fresh, _ahead, _last, _room):  # type: ignore[no-untyped-def]
             for m in range(rows):
                 one(records, count, x + m * x_stride, x_stride, out + m * out_stride, out_stride, fresh)
 
@@ -141,7 +148,7 @@ def precise_row_tiles(layout_name: str) -> Any:
     size, half = LAYOUTS[layout_name].record, fetched(LAYOUTS[layout_name])
 
     @njit(_TILES, **OPTIONS)
-    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last):  # type: ignore[no-untyped-def]
+    def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last, _room):  # type: ignore[no-untyped-def]
         m = 0
         while m < rows:
             xa = x + m * x_stride
@@ -169,12 +176,12 @@ def precise_row_tiles(layout_name: str) -> Any:
 
 def quant_matmul(layout_name: str) -> Any:
     """The operation, see `_product`."""
-    return _product(layout_name, row_tiles(layout_name), 1)
+    return _product(layout_name, row_tiles(layout_name, target().paired), 1)
 
 
 def quant_matmul_precise(layout_name: str) -> Any:
     """The same with inputs of 16 bits, whose records are two a block."""
-    return _product(layout_name, precise_row_tiles(layout_name), 2)
+    return _product(layout_name, precise_row_tiles(layout_name, target().paired), 2)
 
 
 def _product(layout_name: str, tiles: Any, terms: int) -> Any:
@@ -199,6 +206,7 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
         x_stride, out_stride = load64(op + 64), load64(op + 72)
         large_size, rows_a_chunk = load64(op + 80), load64(op + 88)
         scratch, bias = load64(op + 96) + thread * SCRATCH, load64(op + 104)
+        room = scratch + OUTPUTS
         large, small_size = load64(op + 112), load64(op + 120)
         gated, made, row_blocks = load64(op + 128), load64(op + 136), load64(op + 144)
         panels = (n_total + PANEL - 1) // PANEL
@@ -239,7 +247,7 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
                             ahead = following
                         tiles(
                             records, count, inputs + k * x_record, x_stride, target + half * PANEL * 4, stride, rows,
-                            1 if k == 0 else 0, ahead, ahead + count * size + unit_bytes,
+                            1 if k == 0 else 0, ahead, ahead + count * size + unit_bytes, room,
                         )  # fmt: skip
                         records = ahead
                 if gated != 0:

@@ -1,16 +1,16 @@
 """Quantising the inputs of a product: rows of float32 -> int8 in blocks of 32, each with its scale.
 
-A block's scale is d = max|x| / 127, its integers q = round(x * (127 / max|x|)), ties to even. Two exceptions: a block
-whose largest magnitude is below 2^-100 counts as zero (127 / max|x| would overflow), and one that holds NaN or an
+A block's scale is d = max|x| / 120, its integers q = round(x * (120 / max|x|)), ties to even. Two exceptions: a block
+whose largest magnitude is below 2^-100 counts as zero (120 / max|x| would overflow), and one that holds NaN or an
 infinity gets d = NaN, so that the whole row of the product is NaN and no other.
 
-Where that is too coarse (`Operations.matmul`, precise), what is left over, x * (127 / max|x|) - q, is kept in 8 more
-bits: times 256, rounded, at most 127 in magnitude. A block then makes two records, which one pass over the weights
+Where that is too coarse (`Operations.matmul`, precise), what is left over, x * (120 / max|x|) - q, is kept in 7 more
+bits: times 128, rounded, at most 64 in magnitude. A block then makes two records, which one pass over the weights
 takes together.
 
-Bytes: 4 an input read (mostly from L1, where what made the row has left it), 2 written, 4 of precise records.
-Operations: about 19 for 16 inputs, a division for 128; 35 precise. From and to L1 that takes 4.2 and 7.2 ns on Zen 4,
-with four blocks at a time; block by block it took 5.5 and 10.3.
+Bytes: 4 an input read (mostly from L1, where what made the row has left it), 2.5 written, 5 of precise records.
+Operations: about 19 for 16 inputs, a division for 128; 35 precise; 3 and 6 more with pairs. From and to
+L1 that takes 4.1 and 7.6 ns on Zen 4 (3.5 and 6.8 without pairs), with four blocks at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from numba import njit, types
 
 from cupaged.kernels.cpu.emit import I1, I8, I32, LANES, VF, VI, Emitter, like, load64, primitive
 from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
+from cupaged.kernels.cpu.processor import target
+from cupaged.kernels.cpu.quant_dot import BYTES, WAYS, Sum, join
 from cupaged.kernels.cpu.quant_layout import (
     BLOCK,
+    X_BIASED,
+    X_FINE,
     X_MINUS_32,
     X_RECORD,
     X_SCALE,
+    X_TOP,
 )
 
 TINY = 2.0**-100
@@ -36,6 +41,7 @@ _ROUND = 1.5 * 2.0**23
 _ROUND_BITS = 0x4B400000
 
 
+PAIRED = target().paired  # otherwise nobody reads what quant_pairs.py needs
 AT_ONCE = 4  # blocks: a maximum, a sum or a scale of each then fills four lanes of a vector, in the order of the blocks
 
 
@@ -69,7 +75,7 @@ def _each_four(ty: Any, values: Sequence[float]) -> Any:
 
 
 def _scales(e: Emitter, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-    """(127 / max|x| in lane 0, max|x| / 127 in all lanes) of the four that stand for a block, each of two vectors."""
+    """(X_TOP / max|x| in lane 0, max|x| / X_TOP in all) of the lanes that stand for a block, each of two vectors."""
     b = e.b
     # Magnitudes as integers: NaN is then greater than infinity, and infinity than all else.
     bigger = lambda p, q: b.select(b.icmp_signed(">", p, q), p, q)  # noqa: E731
@@ -79,7 +85,7 @@ def _scales(e: Emitter, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     finite = b.icmp_signed("<", largest, like(VI, 0x7F800000))
     some = b.fcmp_ordered(">=", size, like(VF, TINY))
     used = b.select(b.and_(finite, some), size, like(VF, 1.0))
-    top = like(VF, 127.0)
+    top = like(VF, float(X_TOP))
     both = b.select(some, b.fdiv(_lanes(e, top, used), _lanes(e, used, top)), like(VF, 0.0))  # one division for all
     scale = _pick(e, both, both, [lane | 1 for lane in range(LANES)])
     return both, b.select(finite, scale, like(VF, float("nan")))
@@ -98,6 +104,22 @@ def _sums(e: Emitter, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     return first, b.ashr(rest, half)
 
 
+def _paired(e: Emitter, firsts: Sequence[Any], seconds: Sequence[Any]) -> tuple[Any, Any]:
+    """What quant_pairs.py takes from the halves of four blocks' q, each 16 bytes: (first + 128 of all blocks, what its
+    sums have too much): (first + 128) * second of inputs 4 to 15 of a half, 8 * q of the others."""
+    b, way = e.b, WAYS["vnni512"]
+    first, second = join(e, firsts), join(e, seconds)
+    biased = b.xor(first, like(BYTES, 0x80))
+    alone = ir.Constant(ir.VectorType(I1, BYTES.count), [place % 16 < 4 for place in range(BYTES.count)])
+    sums = Sum(e.zero(VI))
+    for left, right in ((biased, second), (e.zero(BYTES), first)):
+        way.step(e, sums, b.bitcast(b.select(alone, like(BYTES, 8), left), VI), b.bitcast(right, VI), 8)
+    total = sums.total
+    for other in (1, 2):
+        total = b.add(total, _pick(e, total, total, [lane ^ other for lane in range(LANES)]))
+    return biased, total
+
+
 def _put(e: Emitter, blocks: Sequence[Sequence[Any]], sums: tuple[Any, Any], scale: Any, total: Any, to: Any) -> None:
     """Records of four blocks, at the addresses `to`: floats of integers + _ROUND, the sums of these, X_SCALE, and how
     many times that X_SUM is.
@@ -108,13 +130,21 @@ def _put(e: Emitter, blocks: Sequence[Sequence[Any]], sums: tuple[Any, Any], sca
     both = b.add(*sums)
     floats = b.bitcast(b.fmul(scale, _lanes(e, like(VF, 1.0), b.sitofp(total, VF))), VI)
     # The words of a record from X_SCALE on: X_SCALE, X_SUM, X_MINUS_8, X_MINUS_128; X_MINUS_32, its second, the sum as
-    # upper 16 bits, one unused.
+    # upper 16 bits, X_PAIRED_START.
     even = ir.Constant(ir.VectorType(I1, LANES), [lane % 4 < 2 for lane in range(LANES)])
     head = b.select(even, floats, b.mul(both, _each_four(VI, (0, 0, -8, -128))))
-    tail = b.mul(_lanes(e, sums[0], sums[1], both, both), _each_four(VI, (-32, -32, 1 << 16, 0)))
-    for index, (values, record) in enumerate(zip(blocks, to, strict=True)):
-        for half, value in enumerate(values):  # the low byte of _ROUND_BITS is 0
-            e.store(b.trunc(b.bitcast(value, VI), ir.VectorType(I8, 16)), e.add(record, 16 * half), 16)
+    # The low byte of _ROUND_BITS is 0.
+    halves = [
+        [b.trunc(b.bitcast(value, VI), ir.VectorType(I8, 16)) for value in values]
+        for values in zip(*blocks, strict=True)
+    ]
+    biased, extra = _paired(e, *halves) if PAIRED else (None, both)
+    tail = b.mul(_lanes(e, sums[0], sums[1], both, extra), _each_four(VI, (-32, -32, 1 << 16, -1)))
+    for index, record in enumerate(to):
+        for half, values in enumerate(halves):
+            e.store(values[index], e.add(record, 16 * half), 16)
+        if biased is not None:
+            e.store(_pick(e, biased, biased, range(16 * index, 16 * index + 16)), e.add(record, X_BIASED), 16)
         for place, words in ((X_SCALE, head), (X_MINUS_32, tail)):
             e.store(_pick(e, words, words, range(4 * index, 4 * index + 4)), e.add(record, place), 16)
 
@@ -137,20 +167,17 @@ def _quantise_blocks(e: Emitter, blocks: Sequence[Sequence[Any]], plain: Any, fi
             for pair in zip(stretched, rounded, strict=True)
         ]
         less = _sums(e, rest)
-        total = b.add(b.shl(total, like(VI, 8)), b.add(*less))
-        scale = b.fmul(scale, like(VF, 1 / 256))
+        total = b.add(b.shl(total, like(VI, X_FINE)), b.add(*less))
+        scale = b.fmul(scale, like(VF, 0.5**X_FINE))
         to = [e.add(fine, e.mul(i, 2 * X_RECORD)) for i in at]
         _put(e, rounded, sums, scale, total, to)
         _put(e, rest, less, scale, total, [e.add(record, X_RECORD) for record in to])
 
 
 def _rest(e: Emitter, value: Any, near: Any) -> Any:
-    """What rounding left of a value, times 256, as a float of an integer + _ROUND."""
+    """What rounding left of a value, times 2^X_FINE, as a float of an integer + _ROUND."""
     b, magic = e.b, like(VF, _ROUND)
-    rest = b.fadd(b.fmul(b.fsub(value, b.fsub(near, magic)), like(VF, 256.0)), magic)
-    for limit, past in ((_ROUND + 127, "<"), (_ROUND - 127, ">")):
-        rest = b.select(b.fcmp_ordered(past, rest, like(VF, limit)), rest, like(VF, limit))
-    return rest
+    return b.fadd(b.fmul(b.fsub(value, b.fsub(near, magic)), like(VF, 2.0**X_FINE)), magic)
 
 
 @primitive(6)

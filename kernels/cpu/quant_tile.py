@@ -6,14 +6,14 @@ For every block of 32 inputs, in order, one rounded step an output takes:
     out = fma(minimum, d * sum(x), out)                     of formats that have a minimum
 
 `nibble_pair` has one step less that multiplies; those share the ports of the dot products. f, the sum of (q - 8) * x,
-is within 8 * 127 * 32 = 32512 and fits into 16 bits, as sum(x) does, so one vpmaddwd multiplies both, exactly: at most
-32767 * (32512 + 4064) < 2^31. Over the blocks of a segment, from zero, and then once:
+is within 8 * 120 * 32 = 30720 and fits into 16 bits, as sum(x) does, so one vpmaddwd multiplies both, exactly: at most
+32767 * (30720 + 3840) < 2^31. Over the blocks of a segment, from zero, and then once:
 
     part = fma(float(scale * f + minimum * sum(x)), d, part)            scale, minimum: int16
     out = fma(part, unit, out)
 
 Precise products (quant_rows.py) take two integer sums a block, which are put together before they are rounded to a
-float: 256 * sum of q * p + sum of q * r, below 2^28. Of `nibble_pair` they take the two steps with float(scale) and
+float: 128 * sum of q * p + sum of q * r, below 2^27. Of `nibble_pair` they take the two steps with float(scale) and
 float(minimum).
 
 The integer sum is exact, so this chain alone rounds, and it is the same for one row or six, in one piece or several: a
@@ -25,7 +25,8 @@ that do it are not those of the dot products), and for few rows it is up to twic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,6 +37,7 @@ from cupaged.kernels.cpu.quant_dot import BYTES, PAIRS, Sum, Way
 from cupaged.kernels.cpu.quant_layout import (
     BLOCK,
     PANEL,
+    X_FINE,
     X_RECORD,
     X_SCALE,
     X_SUM,
@@ -77,7 +79,7 @@ def _weights(e: Emitter, layout: Layout, record: Any, groups: Sequence[int]) -> 
         yield step + STEPS // 2, list(high)
 
 
-def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
+def scales_of(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
     """The scale of 16 outputs, and then the minimum or the second scale of a layout that has one."""
     size = layout.scale_bytes
     if layout.units:
@@ -86,6 +88,24 @@ def _scales(e: Emitter, layout: Layout, record: Any, group: int) -> list[Any]:
         return [b.sitofp(b.ashr(b.shl(pairs, by), by), VF), b.sitofp(b.ashr(pairs, by), VF)]
     places = range(layout.scales + layout.minimum)
     return [e.load_as_float(e.add(record, (PANEL * place + 16 * group) * size), layout.scale_type) for place in places]
+
+
+def scaled(
+    e: Emitter, way: Way, layout: Layout, totals: Sequence[Any], scales: Sequence[Any],
+    splat: Callable[[int, Any], Any], before: Any, blend: bool = False,
+) -> Any:  # fmt: skip
+    """before + a block of a row by 16 outputs. totals: its integer sums, one or two. scales: its scale, and its minimum
+    if any; the pairs of both where `units` serve one sum. splat: 4 bytes of the row's input record, as a type."""
+    b = e.b
+    if layout.units and len(totals) == 1:
+        both = way.pair_dot(e, totals[0], splat(X_UPPER_SUM, I32), scales[0], blend)
+        return e.fma(b.sitofp(both, VF), splat(X_SCALE, F32), before)
+    factor = b.fmul(scales[0], splat(X_SCALE, F32))
+    total = totals[0]
+    for less in totals[1:]:
+        total = b.add(b.shl(total, like(VI, X_FINE)), less)
+    after = e.fma(b.sitofp(total, VF), factor, before)
+    return e.fma(scales[1], splat(X_SUM, F32), after) if layout.minimum else after
 
 
 def _read_unless(e: Emitter, fresh: Any, addresses: Sequence[Any]) -> list[Any]:
@@ -151,20 +171,9 @@ def emit_tile(
             if rows < 4:  # nothing is fetched ahead: read memory in order, or one row is 5 % slower
                 b.fence("seq_cst", "singlethread")
         else:
-            scales = {group: _scales(e, layout, record, group) for group in groups}
+            scales = {group: scales_of(e, layout, record, group) for group in groups}
         chosen = [(row, group) for row in range(rows) for group in groups]
         splat = lambda row, at, kind: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
-
-        def add_block(row: int, group: int, part: int, totals: list[Any], before: Any) -> Any:
-            if paired:
-                both = way.pair_dot(e, totals[0], splat(row, X_UPPER_SUM, I32), scales[group][0])
-                return e.fma(b.sitofp(both, VF), splat(row, X_SCALE, F32), before)
-            factor = b.fmul(scales[group][part if layout.scales == 2 else 0], splat(row, X_SCALE, F32))
-            total = totals[0]
-            for less in totals[1:]:
-                total = b.add(b.shl(total, like(VI, 8)), less)
-            after = e.fma(b.sitofp(total, VF), factor, before)
-            return e.fma(scales[group][1], splat(row, X_SUM, F32), after) if layout.minimum else after
 
         for part in range(layout.scales):
             begin = layout.start + 4 * part if layout.start and not (layout.bits == 8 and way.signed8) else 0
@@ -185,27 +194,39 @@ def emit_tile(
                             way.step(e, sums[row, group, term], integers, value, layout.bits)
                     for group in groups if left == 0 else ():
                         totals = [way.value(e, sums[row, group, term]) for term in range(terms)]
-                        result[row, group] = add_block(row, group, part, totals, result[row, group])
+                        both = scales[group][part if layout.scales == 2 else 0 :][:2]
+                        result[row, group] = scaled(
+                            e, way, layout, totals, both, partial(splat, row), result[row, group]
+                        )
                 held = []
 
     addresses = [e.add(outs[row], 64 * group) for row, group in pairs]
     if 4 <= rows < EIGHT:  # what is written at the end must not be waited for then (of eight rows it is near)
         for address in addresses:
             e.prefetch(address, near=True)
+    run_blocks(e, layout, count, block, addresses, fresh, e.add(records, e.mul(count, layout.record)))
+    for begin in (ahead or ())[:1]:
+        for line in range(0, layout.unit_bytes, 64):
+            e.prefetch(e.add(e.add(begin, e.mul(count, ahead_stride)), line))
+
+
+def run_blocks(
+    e: Emitter, layout: Layout, count: Any, block: Callable[[Any, list[Any]], list[Any]], addresses: Sequence[Any],
+    fresh: Any, units: Any,
+) -> None:  # fmt: skip
+    """``state = block(i, state)`` for `count` blocks, its 16 floats at each address added to what these hold unless
+    `fresh` (i1). The addresses go by groups of outputs, one by one; units: where those of the segment are."""
+    b = e.b
     if not layout.units:
         begin = _read_unless(e, fresh, addresses)
         for address, value in zip(addresses, e.loop(count, begin, block), strict=True):
             e.store(value, address, 4)
         return
-    ends = e.loop(count, [e.zero()] * len(pairs), block)
-    after = e.add(records, e.mul(count, layout.record))
-    for begin in (ahead or ())[:1]:
-        for line in range(0, layout.unit_bytes, 64):
-            e.prefetch(e.add(e.add(begin, e.mul(count, ahead_stride)), line))
-    units = [e.load(e.add(after, 64 * group), VF, 64) for group in range(GROUPS)]
+    ends = e.loop(count, [e.zero()] * len(addresses), block)
+    factors = [e.load(e.add(units, 64 * group), VF, 64) for group in range(GROUPS)]
     with b.if_else(fresh) as branches:
         for branch, begins in zip(branches, (True, False), strict=True):
             with branch:
-                for address, value, (_, group) in zip(addresses, ends, pairs, strict=True):
+                for place, (address, value) in enumerate(zip(addresses, ends, strict=True)):
                     before = e.zero() if begins else e.load_as_float(address, "float32")
-                    e.store(e.fma(value, units[group], before), address, 4)
+                    e.store(e.fma(value, factors[place % GROUPS], before), address, 4)

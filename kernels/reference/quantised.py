@@ -3,7 +3,9 @@
 A stored block is integers q, a scale and perhaps a minimum: weight = scale * q + minimum (ggml-common.h has the bits;
 one scale serves 32 inputs, 16 in Q6_K). The input x is quantised too, by rows and blocks of 32:
 
-    d = max|x| / 127        p = round(x * (127 / max|x|)), ties to even          all in float32
+    d = max|x| / 120        p = round(x * (120 / max|x|)), ties to even          all in float32
+
+(120 and not 127, so that an implementation may add 4-bit weights to p in 8 bits.)
 
 A block of a row that holds no magnitude of 2^-100 or more counts as zero; one with a NaN or an infinity has d = NaN.
 The product of a row and an output is then the sum over blocks of
@@ -17,8 +19,7 @@ An implementation may keep the scales and minima of 4-bit formats with a minimum
 that changes them by 2^-16 of the largest near them, at most, where 4 bits change a weight by 2^-5 of its block's span.
 
 For a precise product (`interface.Operations.matmul`) x is quantised to 16 bits, of which two int8 are made: p as above
-and r = round(256 * (x * (127 / max|x|) - p)), at most 127 in magnitude. In the formula 256 * p + r then stands for p,
-and d / 256 for d.
+and r = round(128 * (x * (120 / max|x|) - p)). In the formula 128 * p + r then stands for p, and d / 128 for d.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cupaged.errors import KernelError
 from cupaged.kernels.interface import QUANT_BLOCK, QUANT_PANEL, Array, WeightSource, segments
 
 TINY = np.float32(2.0**-100)
+TOP, FINE = np.float32(120), np.float32(128)
 
 
 @dataclass(slots=True)
@@ -82,20 +84,20 @@ def matrix(source: WeightSource) -> QuantisedMatrix:
 
 
 def quantise_rows(x: Array, precise: bool = False) -> tuple[Array, Array]:
-    """(integers as int64 [T, K/32, 32], scales float32 [T, K/32]) of float32 [T, K]: int8, or int16 if `precise`."""
+    """(integers as int64 [T, K/32, 32], scales float32 [T, K/32]) of float32 [T, K]: int8, or 15 bits if `precise`."""
     blocks = np.ascontiguousarray(x).reshape(x.shape[0], x.shape[1] // QUANT_BLOCK, QUANT_BLOCK)
     largest = np.abs(blocks).max(axis=2)
     used = np.where(np.isfinite(largest) & (largest >= TINY), largest, np.float32(1))
-    inverse = np.where(largest >= TINY, np.float32(127) / used, np.float32(0))
-    scales = np.where(largest >= TINY, used / np.float32(127), np.float32(0))
+    inverse = np.where(largest >= TINY, TOP / used, np.float32(0))
+    scales = np.where(largest >= TINY, used / TOP, np.float32(0))
     scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
     finite = np.where(np.isfinite(scales)[..., None], blocks, np.float32(0))
     stretched = finite * inverse[..., None]
     integers = np.rint(stretched)
     if not precise:
         return integers.astype(np.int64), scales
-    rest = np.clip(np.rint((stretched - integers) * np.float32(256)), -127, 127)
-    return 256 * integers.astype(np.int64) + rest.astype(np.int64), scales / np.float32(256)
+    rest = np.rint((stretched - integers) * FINE)
+    return (FINE * integers + rest).astype(np.int64), scales / FINE
 
 
 def matmul(x: Array, weight: QuantisedMatrix, out: Array, bias: Array | None, precise: bool = False) -> None:

@@ -57,13 +57,16 @@ def test_the_bits_are_those_of_the_chain(cpu: Any, kind: str, biased: bool) -> N
         assert product(cpu, source, x[:count], True, bias).tobytes() == expected[:count].tobytes(), count
 
 
-def test_what_is_left_over_never_exceeds_seven_bits() -> None:
-    """A value half-way between two integers leaves 128 256ths: one too many for a signed dot product."""
+def test_what_is_left_over_is_kept_where_it_is_greatest(ops: Any) -> None:
+    """A value half-way between two integers leaves 64 128ths, of either sign."""
     x = np.zeros((1, 32), np.float32)
-    x[0, :5] = 127.0, 63.5, -63.5, 2.5, 1.0
+    x[0, :5] = 120.0, 63.5, -63.5, 2.5, 1.0
     integers, scales = quantised.quantise_rows(x, precise=True)
-    assert integers[0, 0, :5].tolist() == [256 * 127, 256 * 64 - 127, -256 * 64 + 127, 2 * 256 + 127, 256]
-    assert scales.tolist() == [[1 / 256]]
+    assert integers[0, 0, :5].tolist() == [15360, 128 * 64 - 64, -128 * 64 + 64, 2 * 128 + 64, 128]
+    assert scales.tolist() == [[1 / 128]]
+    source = blocks_of("Q4_0", 40, 32)
+    exact = x.astype(np.float64) @ source.float32(0, 40).astype(np.float64).T
+    np.testing.assert_allclose(product(ops, source, x, True), exact, rtol=1e-6)
 
 
 def test_joins_are_multiplied_part_by_part(cpu: Any) -> None:

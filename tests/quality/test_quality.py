@@ -18,7 +18,7 @@ MEBIBYTE = 2**20
 
 @pytest.mark.slow
 def test_the_quantised_path_is_as_good_as_float32() -> None:
-    """Limits: the goals. Measured: +0.26 %, 0.0015, 97.5 %."""
+    """Limits: the goals. Measured: +0.15 %, 0.0017, 97.2 %."""
     found = measure(smollm2_gguf(), LoadOptions(device="cpu"), TEXT.read_text(), tokens=8192, window=2048)
     print(found, f"perplexity {found.perplexity_change:+.3%}")
     assert (found.tokens, found.predicted) == (8192, 8188)
