@@ -27,7 +27,11 @@ A piece of a panel is taken apart once for all rows, into blocks of SPREAD bytes
     scales    [32]           float32; or the pairs of `nibble_pair`
     bytes     [8][32][4]     q of steps 0 and 4, q - 8 of the others
 
-Taking it apart: 1 KiB written a block, about 25 instructions for 16 outputs, once for up to 120 rows.
+That takes about 25 instructions and 640 bytes written for a block of 16 outputs: 30 to 35 cycles by itself, less in the
+midst of the first tile's sums (32 rows of 576 x 1536: 167 us instead of 174 for all).
+
+All this on an idle core. Where another machine's thread shares the core and takes its turns, all tiles lose a fifth, this
+one the more, having more instructions: it then has the speed of quant_tile.py.
 """
 
 from __future__ import annotations
@@ -54,73 +58,84 @@ from cupaged.kernels.cpu.quant_layout import (
 from cupaged.kernels.cpu.quant_tile import GROUPS, STEPS, fetched, halves, run_blocks, scaled, scales_of
 
 HALF = STEPS // 2
-FEW = 16  # rows for which it does not pay to take records apart
+FEW = 24  # rows for which it does not pay to take records apart
 SCALES = 4 * PANEL  # where they stand in a block
 INTEGERS = 2 * SCALES
-HEIGHTS = {1: (6, 4), 2: (4, 4)}  # rows of the tiles by the terms of the input: sums and results fill 24 registers
-
-
-def emit_spread(e: Emitter, way: Way, layout: Layout, records: Any, count: Any, to: Any) -> None:
-    """Take `count` records of a panel apart, to blocks of SPREAD bytes."""
-    b = e.b
-    eight = like(BYTES, 8)
-
-    def block(i: Any, _: list[Any]) -> list[Any]:
-        record, spread = e.add(records, e.mul(i, layout.record)), e.add(to, e.mul(i, SPREAD))
-        for group in range(GROUPS):
-            start = Sum(e.zero(VI))
-            for step in range(HALF):
-                raw = e.load(e.add(record, layout.head + 4 * PANEL * step + 64 * group), BYTES, 64)
-                low, high = halves(e, raw)
-                if step:
-                    low, high = b.sub(low, eight), b.sub(high, eight)
-                    biased = b.xor(high, like(BYTES, 0x80))
-                    way.step(e, start, way.prepare(e, biased, 8), b.bitcast(low, VI), 8)
-                for at, value in ((step, low), (step + HALF, high)):
-                    e.store(value, e.add(spread, INTEGERS + 4 * PANEL * at + 64 * group), 64)
-            e.store(b.sub(e.zero(VI), way.value(e, start)), e.add(spread, 64 * group), 64)
-            if layout.units:
-                scales = e.load(e.add(record, 64 * group), VI, 64)
-            else:
-                scales = e.load_as_float(e.add(record, 32 * group), layout.scale_type)
-            e.store(scales, e.add(spread, SCALES + 64 * group), 64)
-        return []
-
-    e.loop(count, [], block)
+# Rows of a tile by the terms of the input, whose sums and results fill 24 registers; and of the first one, which takes
+# a piece apart and needs more of them for itself.
+HEIGHTS = {1: (6, 4), 2: (4, 0)}
 
 
 def emit_pair_tile(
     e: Emitter, way: Way, layout: Layout, rows: int, terms: int, spread: Any, count: Any, x: Any, x_stride: Any,
-    out: Any, out_stride: Any, fresh: Any, units: Any, ahead: Any, ahead_stride: Any,
+    out: Any, out_stride: Any, fresh: Any, units: Any, ahead: Any, ahead_stride: Any, records: Any = None,
 ) -> None:  # fmt: skip
-    """`quant_tile.emit_tile` of `count` blocks that `emit_spread` has taken apart, `ahead` being one address. units:
-    where those of the segment are."""
+    """`quant_tile.emit_tile` of `count` blocks that have been taken apart at `spread`, `ahead` being one address.
+
+    units: where those of the segment are. records: of the same blocks, which this tile, of any rows or none, takes
+    apart.
+    """
     b = e.b
     places = [(row, group) for row in range(rows) for group in range(GROUPS)]
     xs = [e.add(x, e.mul(x_stride, row)) for row in range(rows)]
-    all_terms = range(terms)
+    all_terms, eight = range(terms), like(BYTES, 8)
 
     def block(i: Any, acc: list[Any]) -> list[Any]:
-        record = e.add(spread, e.mul(i, SPREAD))
+        to = e.add(spread, e.mul(i, SPREAD))
         inputs = [e.add(base, e.mul(i, terms * X_RECORD)) for base in xs]
         result = dict(zip(places, acc, strict=True))
         splat = lambda row, at, kind=I32: e.splat(e.load(e.add(inputs[row], at), kind, 4))  # noqa: E731
-        vectors = lambda at: [e.load(e.add(record, at + 64 * group), BYTES, 64) for group in range(GROUPS)]  # noqa: E731
+        vectors = lambda at: [e.load(e.add(to, at + 64 * group), BYTES, 64) for group in range(GROUPS)]  # noqa: E731
         for line in range(0, fetched(layout), 64):
             e.prefetch(e.add(e.add(ahead, e.mul(i, ahead_stride)), line))
+        record = None if records is None else e.add(records, e.mul(i, layout.record))
+        added = [Sum(e.zero(VI)) for _ in range(GROUPS)]  # what the outputs' own products add to a sum
+
+        def put(value: Any, at: int, group: int) -> None:
+            e.store(value, e.add(to, at + 64 * group), 64)
+
+        def taken_apart(step: int) -> tuple[list[Any], list[Any]]:
+            """The integers of two steps, `step` and HALF later, of each group's outputs."""
+            at = (INTEGERS + 4 * PANEL * step, INTEGERS + 4 * PANEL * (step + HALF))
+            if record is None:
+                return vectors(at[0]), vectors(at[1])
+            found: tuple[list[Any], list[Any]] = ([], [])
+            for group in range(GROUPS):
+                raw = e.load(e.add(record, layout.head + 4 * PANEL * step + 64 * group), BYTES, 64)
+                low, high = halves(e, raw)
+                if step:
+                    low, high = b.sub(low, eight), b.sub(high, eight)
+                    biased = way.prepare(e, b.xor(high, like(BYTES, 0x80)), 8)
+                    way.step(e, added[group], biased, b.bitcast(low, VI), 8)
+                for values, value, place in zip(found, (low, high), at, strict=True):
+                    values.append(value)
+                    put(value, place, group)
+            return found
 
         def scales(group: int) -> list[Any]:
             if layout.units and terms > 1:
-                return scales_of(e, layout, e.add(record, SCALES), group)
-            return [e.load(e.add(record, SCALES + 64 * group), VI if layout.units else VF, 64)]
+                return scales_of(e, layout, e.add(to, SCALES), group)
+            return [e.load(e.add(to, SCALES + 64 * group), VI if layout.units else VF, 64)]
 
-        starts, sums = vectors(0), {}
+        if record is not None:
+            for group in range(GROUPS):
+                if layout.units:
+                    put(e.load(e.add(record, 64 * group), VI, 64), SCALES, group)
+                else:
+                    put(e.load_as_float(e.add(record, 32 * group), layout.scale_type), SCALES, group)
+        starts = [] if record is not None else [b.bitcast(start, VI) for start in vectors(0)]
+        sums = {}
         for row, term in product(range(rows), all_terms):
             start = splat(row, X_PAIRED_START + X_RECORD * term)
             for group in range(GROUPS):
-                sums[row, group, term] = Sum(b.add(b.bitcast(starts[group], VI), start))
+                sums[row, group, term] = Sum(b.add(starts[group], start) if starts else start)
         for step in range(HALF):
-            first, second = (vectors(INTEGERS + 4 * PANEL * at) for at in (step, step + HALF))
+            first, second = taken_apart(step)
+            own = []
+            if record is not None and step == HALF - 1:
+                own = [b.sub(e.zero(VI), way.value(e, added[group])) for group in range(GROUPS)]
+                for group in range(GROUPS):
+                    put(own[group], 0, group)
             for row in range(rows):
                 for term in all_terms:
                     later = splat(row, 4 * (step + HALF) + X_RECORD * term)
@@ -137,8 +152,9 @@ def emit_pair_tile(
                 if step == HALF - 1:
                     for group in range(GROUPS):
                         totals = [way.value(e, sums[row, group, term]) for term in all_terms]
-                        before = result[row, group]
-                        at = partial(splat, row)
+                        if own:
+                            totals = [b.add(total, own[group]) for total in totals]
+                        at, before = partial(splat, row), result[row, group]
                         result[row, group] = scaled(e, way, layout, totals, scales(group), at, before, blend=True)
         return list(result.values())
 
@@ -148,18 +164,20 @@ def emit_pair_tile(
     run_blocks(e, layout, count, block, addresses, fresh, units)
 
 
-def _pair_tile(layout: Layout, way: Way, rows: int, terms: int) -> Any:
-    """Intrinsic (spread, count, x, x stride, out, out stride, fresh, units, ahead, ahead stride)."""
+def _pair_tile(layout: Layout, way: Way, rows: int, terms: int, first: bool = False) -> Any:
+    """Intrinsic (records, spread, count, x, x stride, out, out stride, fresh, units, ahead, ahead stride). first: it
+    takes the records apart."""
 
-    @primitive(10)
+    @primitive(11)
     def kernel(
-        e: Emitter, spread: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any,
+        e: Emitter, records: Any, spread: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, fresh: Any,
         units: Any, ahead: Any, ahead_stride: Any,
     ) -> None:  # fmt: skip
-        begin = e.b.trunc(fresh, I1)
+        begin, source = e.b.trunc(fresh, I1), records if first else None
         emit_pair_tile(
-            e, way, layout, rows, terms, spread, count, x, x_stride, out, out_stride, begin, units, ahead, ahead_stride
-        )
+            e, way, layout, rows, terms, spread, count, x, x_stride, out, out_stride, begin, units, ahead,
+            ahead_stride, source,
+        )  # fmt: skip
 
     return kernel
 
@@ -173,28 +191,30 @@ def pairs_of(layout_name: str) -> bool:
 def pair_tiles(layout_name: str, terms: int, others: Any) -> Any:
     """`quant_matmul.row_tiles`, of more rows than FEW; what is left, and few rows, are left to `others`."""
     layout, way = LAYOUTS[layout_name], WAYS[target().dot]
-    tall, four = (_pair_tile(layout, way, rows, terms) for rows in HEIGHTS[terms])
-    height, size, fetches = HEIGHTS[terms][0], layout.record, fetched(layout)
-
-    @primitive(3)
-    def spread(e: Emitter, records: Any, count: Any, to: Any) -> None:
-        emit_spread(e, way, layout, records, count, to)
+    height, first_height = HEIGHTS[terms]
+    first = _pair_tile(layout, way, first_height, terms, True)
+    tall, four = (_pair_tile(layout, way, rows, terms) for rows in (height, 4))
+    size, fetches = layout.record, fetched(layout)
 
     @njit(types.void(*[types.int64] * 11), **OPTIONS)
     def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last, room):  # type: ignore[no-untyped-def]
         m = 0
+        units = records + count * size
+        stride = fetches
         if rows > FEW:
-            spread(records, count, room)
+            first(records, room, count, x, x_stride, out, out_stride, fresh, units, ahead, stride)
+            m += first_height
+            ahead += count * stride
         while rows > FEW and rows - m >= 4:
             xa = x + m * x_stride
             oa = out + m * out_stride
-            units = records + count * size
-            stride = fetches if ahead < last else 0
+            if ahead >= last:
+                stride = 0
             if rows - m >= height and rows - m != 8:
-                tall(room, count, xa, x_stride, oa, out_stride, fresh, units, ahead, stride)
+                tall(records, room, count, xa, x_stride, oa, out_stride, fresh, units, ahead, stride)
                 m += height
             else:
-                four(room, count, xa, x_stride, oa, out_stride, fresh, units, ahead, stride)
+                four(records, room, count, xa, x_stride, oa, out_stride, fresh, units, ahead, stride)
                 m += 4
             ahead += count * stride
         if m < rows:

@@ -28,7 +28,7 @@ from cupaged.kernels.cpu.quant_layout import (
     X_TOP,
     X_UPPER_SUM,
 )
-from cupaged.kernels.cpu.quant_pairs import emit_pair_tile, emit_spread, pairs_of
+from cupaged.kernels.cpu.quant_pairs import emit_pair_tile, pairs_of
 from cupaged.kernels.cpu.quant_tile import emit_tile
 
 BLOCKS = 5
@@ -43,8 +43,9 @@ def way(request: Any) -> str:
     return str(request.param)
 
 
-def built(way: str, layout_name: str, rows: int, terms: int, paired: bool) -> tuple[Any, Any]:
-    """(owner, function of records, x, out, room, fresh): one tile of BLOCKS blocks."""
+def built(way: str, layout_name: str, rows: int, terms: int, paired: bool, first: bool = False) -> tuple[Any, Any]:
+    """(owner, function of records, x, out, room, fresh): one tile of BLOCKS blocks. first: it takes them apart itself,
+    or else a tile of no rows has."""
     layout = LAYOUTS[layout_name]
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), "tile")
@@ -53,11 +54,12 @@ def built(way: str, layout_name: str, rows: int, terms: int, paired: bool) -> tu
     begin = e.b.trunc(fresh, I1)
     count, stride, out_stride = e.const(BLOCKS), e.const(BLOCKS * terms * X_RECORD), e.const(4 * PANEL)
     if paired:
-        emit_spread(e, WAYS[way], layout, records, count, room)
         units = e.add(records, BLOCKS * layout.record)
-        emit_pair_tile(
-            e, WAYS[way], layout, rows, terms, room, count, x, stride, out, out_stride, begin, units, room, e.const(0)
-        )
+        for height, source in ((rows, records),) if first else ((0, records), (rows, None)):
+            emit_pair_tile(
+                e, WAYS[way], layout, height, terms, room, count, x, stride, out, out_stride, begin, units, room,
+                e.const(0), source,
+            )  # fmt: skip
     else:
         emit_tile(e, WAYS["plain"], layout, rows, terms, records, count, x, stride, out, out_stride, begin)
     e.b.ret_void()
@@ -112,12 +114,12 @@ def inputs_of(q: np.ndarray, fine: np.ndarray | None, rng: np.random.Generator) 
     return out
 
 
-@pytest.mark.parametrize(("rows", "terms"), [(6, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("rows", "terms", "first"), [(6, 1, False), (4, 1, False), (4, 1, True), (4, 2, False)])
 @pytest.mark.parametrize("layout", PAIRED)
-def test_pairs_give_the_bits_of_steps(way: str, layout: str, rows: int, terms: int) -> None:
+def test_pairs_give_the_bits_of_steps(way: str, layout: str, rows: int, terms: int, first: bool) -> None:
     """Random operands, and the greatest that there can be, of either sign: sums of two must fit into bytes."""
     rng = np.random.default_rng(rows + terms)
-    owner, paired = built(way, layout, rows, terms, True)
+    owner, paired = built(way, layout, rows, terms, True, first)
     other, stepwise = built("plain", layout, rows, terms, False)
     room = aligned(BLOCKS * SPREAD)
     for case in range(18):
