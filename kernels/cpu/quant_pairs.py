@@ -30,8 +30,8 @@ A piece of a panel is taken apart once for all rows, into blocks of SPREAD bytes
 That takes about 25 instructions and 640 bytes written for a block of 16 outputs: 30 to 35 cycles by itself, less in the
 midst of the first tile's sums (32 rows of 576 x 1536: 167 us instead of 174 for all).
 
-All this on an idle core. Where another machine's thread shares the core and takes its turns, all tiles lose a fifth, this
-one the more, having more instructions: it then has the speed of quant_tile.py.
+A virtual machine also has minutes, probably those in which another one shares the core, when this takes 10.2 cycles: no
+more than without pairs (10.0 to 10.3).
 """
 
 from __future__ import annotations
