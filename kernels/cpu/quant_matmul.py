@@ -22,7 +22,7 @@ from cupaged.kernels.cpu.gemm import KERNEL, OPTIONS
 from cupaged.kernels.cpu.processor import target
 from cupaged.kernels.cpu.quant_dot import WAYS
 from cupaged.kernels.cpu.quant_layout import BLOCK, LAYOUTS, MB, OUTPUTS, PANEL, SCRATCH, X_RECORD
-from cupaged.kernels.cpu.quant_pairs import pair_tiles, pairs_of
+from cupaged.kernels.cpu.quant_pairs import NOT_PAIRED, pair_tiles, pairs_of
 from cupaged.kernels.cpu.quant_tile import EIGHT, emit_tile, fetched
 
 FEW = 8  # rows that are served in one pass over a panel, or in two
@@ -60,14 +60,12 @@ def tall_tile(layout_name: str, rows: int, terms: int = 1) -> Any:
 _TILES = types.void(*[types.int64] * 11)
 
 
-def row_tiles(layout_name: str, paired: bool = False) -> Any:
+def row_tiles(layout_name: str) -> Any:
     """A function that runs tiles over any number of rows; which tiles are used does not change a bit.
 
-    Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile. paired: many rows are left
-    to quant_pairs.py, which uses the last argument's room.
+    Few rows fetch what follows `records`; many what lies from `ahead` to `last`, meanwhile. The last argument is for
+    quant_pairs.py.
     """
-    if paired and pairs_of(layout_name):
-        return pair_tiles(layout_name, 1, row_tiles(layout_name))
     one, two = low_tile(layout_name, 1), low_tile(layout_name, 2)
     if not target().wide:
         fetching, step = tall_tile(layout_name, 2), fetched(LAYOUTS[layout_name])
@@ -130,10 +128,8 @@ def row_tiles(layout_name: str, paired: bool = False) -> Any:
     return run
 
 
-def precise_row_tiles(layout_name: str, paired: bool = False) -> Any:
+def precise_row_tiles(layout_name: str) -> Any:
     """`row_tiles` of precise products: two integer sums for each output, so tiles of half the rows."""
-    if paired and pairs_of(layout_name):
-        return pair_tiles(layout_name, 2, precise_row_tiles(layout_name))
     one = low_tile(layout_name, 1, 2)
     if not target().wide:
 
@@ -176,12 +172,12 @@ def precise_row_tiles(layout_name: str, paired: bool = False) -> Any:
 
 def quant_matmul(layout_name: str) -> Any:
     """The operation, see `_product`."""
-    return _product(layout_name, row_tiles(layout_name, target().paired), 1)
+    return _product(layout_name, row_tiles(layout_name), 1)
 
 
 def quant_matmul_precise(layout_name: str) -> Any:
     """The same with inputs of 16 bits, whose records are two a block."""
-    return _product(layout_name, precise_row_tiles(layout_name, target().paired), 2)
+    return _product(layout_name, precise_row_tiles(layout_name), 2)
 
 
 def _product(layout_name: str, tiles: Any, terms: int) -> Any:
@@ -198,6 +194,9 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
     layout = LAYOUTS[layout_name]
     size, longest, units, unit_bytes = layout.record, layout.piece, layout.units, layout.unit_bytes
     few, most, x_record = FEW // terms, MB // terms, terms * X_RECORD
+    many_tiles, many = tiles, MB
+    if target().paired and pairs_of(layout_name):
+        many_tiles, many = pair_tiles(layout_name, terms, tiles), NOT_PAIRED
 
     @njit(KERNEL, **OPTIONS)
     def quant_matmul_kernel(op, chunk, thread):  # type: ignore[no-untyped-def]
@@ -245,10 +244,12 @@ def _product(layout_name: str, tiles: Any, terms: int) -> Any:
                         ahead = records + count * size + unit_bytes
                         if k + count == blocks:
                             ahead = following
-                        tiles(
-                            records, count, inputs + k * x_record, x_stride, target + half * PANEL * 4, stride, rows,
-                            1 if k == 0 else 0, ahead, ahead + count * size + unit_bytes, room,
-                        )  # fmt: skip
+                        last = ahead + count * size + unit_bytes
+                        at, to, fresh = inputs + k * x_record, target + half * PANEL * 4, 1 if k == 0 else 0
+                        if rows > many:
+                            many_tiles(records, count, at, x_stride, to, stride, rows, fresh, ahead, last, room)
+                        else:
+                            tiles(records, count, at, x_stride, to, stride, rows, fresh, ahead, last, room)
                         records = ahead
                 if gated != 0:
                     activate_panels(gated - 1, scratch, rows, made + (row * row_blocks + p) * X_RECORD, row_blocks)

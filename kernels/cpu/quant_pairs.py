@@ -58,7 +58,7 @@ from cupaged.kernels.cpu.quant_layout import (
 from cupaged.kernels.cpu.quant_tile import GROUPS, STEPS, fetched, halves, run_blocks, scaled, scales_of
 
 HALF = STEPS // 2
-FEW = 24  # rows for which it does not pay to take records apart
+NOT_PAIRED = 24  # rows for which it does not pay to take records apart
 SCALES = 4 * PANEL  # where they stand in a block
 INTEGERS = 2 * SCALES
 # Rows of a tile by the terms of the input, whose sums and results fill 24 registers; and of the first one, which takes
@@ -189,7 +189,7 @@ def pairs_of(layout_name: str) -> bool:
 
 
 def pair_tiles(layout_name: str, terms: int, others: Any) -> Any:
-    """`quant_matmul.row_tiles`, of more rows than FEW; what is left, and few rows, are left to `others`."""
+    """`quant_matmul.row_tiles` of 4 rows and more; what is left is left to `others`."""
     layout, way = LAYOUTS[layout_name], WAYS[target().dot]
     height, first_height = HEIGHTS[terms]
     first = _pair_tile(layout, way, first_height, terms, True)
@@ -198,14 +198,12 @@ def pair_tiles(layout_name: str, terms: int, others: Any) -> Any:
 
     @njit(types.void(*[types.int64] * 11), **OPTIONS)
     def run(records, count, x, x_stride, out, out_stride, rows, fresh, ahead, last, room):  # type: ignore[no-untyped-def]
-        m = 0
         units = records + count * size
         stride = fetches
-        if rows > FEW:
-            first(records, room, count, x, x_stride, out, out_stride, fresh, units, ahead, stride)
-            m += first_height
-            ahead += count * stride
-        while rows > FEW and rows - m >= 4:
+        first(records, room, count, x, x_stride, out, out_stride, fresh, units, ahead, stride)
+        m = first_height
+        ahead += count * stride
+        while rows - m >= 4:
             xa = x + m * x_stride
             oa = out + m * out_stride
             if ahead >= last:
