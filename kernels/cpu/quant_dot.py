@@ -1,6 +1,7 @@
 """Integer dot products on each kind of processor, as LLVM IR: lane l of a sum += u[4l .. 4l+3] . x[4l .. 4l+3].
 
-u are unsigned weights of `bits` bits, x signed inputs in -127..127. All ways are exact, so they give the same bits:
+u are unsigned weights of `bits` bits, x signed inputs in -120..120. All ways are exact, so they give the same bits,
+even for x in -127..127; those that do not move signs are for any bytes (quant_pairs.py has sums of both there):
 
     vnni512, vnni256   vpdpbusd (without saturation) on 64 or 32 bytes
     madd512, madd256   vpmaddubsw makes int16 pair sums, vpmaddwd widens them to int32. The pair sum saturates above

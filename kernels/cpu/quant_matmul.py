@@ -176,7 +176,7 @@ def quant_matmul(layout_name: str) -> Any:
 
 
 def quant_matmul_precise(layout_name: str) -> Any:
-    """The same with inputs of 16 bits, whose records are two a block."""
+    """The same with inputs of 15 bits, whose records are two a block."""
     return _product(layout_name, precise_row_tiles(layout_name), 2)
 
 

@@ -18,7 +18,7 @@ implementation may round: in float64 here, in one fixed order of fused multiply-
 An implementation may keep the scales and minima of 4-bit formats with a minimum as multiples of a unit (`in_units`):
 that changes them by 2^-16 of the largest near them, at most, where 4 bits change a weight by 2^-5 of its block's span.
 
-For a precise product (`interface.Operations.matmul`) x is quantised to 16 bits, of which two int8 are made: p as above
+For a precise product (`interface.Operations.matmul`) x is quantised to 15 bits, of which two int8 are made: p as above
 and r = round(128 * (x * (120 / max|x|) - p)). In the formula 128 * p + r then stands for p, and d / 128 for d.
 """
 

@@ -14,19 +14,20 @@ from cupaged.model import checkpoint as checkpoint_module
 from cupaged.model.checkpoint import Checkpoint
 from cupaged.model.config import KVGroup
 
-Split = Callable[[int | None, int | None], None]
+Split = Callable[..., None]
+TWO_GROUPS = ((0, 2), (1,)), ((0, 1), (2,))  # layers; the last one in either group
 
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Split:
-    """Have checkpoints of three layers opened with two KV groups: layers 0 and 2, and layer 1; with given windows."""
+    """Have checkpoints of three layers opened with two KV groups, of given windows."""
     original = checkpoint_module.open_checkpoint
 
-    def apply(first: int | None, second: int | None) -> None:
+    def apply(first: int | None, second: int | None, layers: tuple[tuple[int, ...], ...] = TWO_GROUPS[0]) -> None:
         def opened(path: Any) -> Checkpoint:
             checkpoint = original(path)
             (group,) = checkpoint.config.kv_groups
-            groups = (KVGroup((0, 2), first, group.rope), KVGroup((1,), second, group.rope))
+            groups = (KVGroup(layers[0], first, group.rope), KVGroup(layers[1], second, group.rope))
             return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, kv_groups=groups))
 
         monkeypatch.setattr(checkpoint_module, "open_checkpoint", opened)
@@ -34,20 +35,26 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
     return apply
 
 
+@pytest.mark.parametrize("layers", TWO_GROUPS)
 @pytest.mark.parametrize(("folder", "window"), [("llama", None), ("mistral-window", 16)])
-def test_layers_in_two_groups_compute_what_they_do_in_one(folder: str, window: int | None, split: Split) -> None:
+def test_layers_in_two_groups_compute_what_they_do_in_one(
+    folder: str, window: int | None, layers: tuple[tuple[int, ...], ...], split: Split
+) -> None:
     jobs = mix(seed=7, count=6)
     with tiny(folder) as llm:
         whole = alone(llm.engine, jobs)
-    split(window, window)
+    split(window, window, layers)
     with tiny(folder, max_batch_tokens=40) as llm:
         assert [len(cache.view.pools) and cache.num_layers for cache in llm.engine.caches] == [2, 1]
         scatter(llm.engine, seed=3)
         assert_same_bits(run(llm.engine, jobs), whole)
 
 
-def test_groups_of_different_windows_keep_their_bits_in_company_and_preempted(split: Split) -> None:
-    split(None, 16)
+@pytest.mark.parametrize("layers", TWO_GROUPS)
+def test_groups_of_different_windows_keep_their_bits_in_company_and_preempted(
+    layers: tuple[tuple[int, ...], ...], split: Split
+) -> None:
+    split(None, 16, layers)
     jobs = {f"growing{n}": Job(prompt(5 + n, n), greedy(70)) for n in range(5)} | mix(seed=8, count=4, longest=90)
     with tiny() as llm:
         whole = alone(llm.engine, jobs)
