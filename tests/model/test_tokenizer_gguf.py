@@ -137,11 +137,11 @@ def test_what_does_not_fit_is_refused_with_the_files_name(changes: dict[str, Any
 
 def test_a_vocabulary_of_49152_tokens_is_built_fast() -> None:
     """0.1 s on the slowest machine seen; the bound leaves room for company, and the best of three for a machine that is
-    held up (it has taken more than 0.5)."""
+    held up (one has taken more than 0.5)."""
     data = smollm2_metadata()
     seconds = []
     for _ in range(3):
         start = time.process_time()
         assert load_tokenizer(Path("model.gguf"), "gguf", data) is not None
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.5
+    assert min(seconds) < 0.3
